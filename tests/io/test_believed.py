@@ -74,7 +74,7 @@ FIELDS = {
 def test_a_size_that_no_tensor_has(field: str, tmp_path: Path) -> None:
     folder, size = copied(tmp_path), FIELDS[field]
     rewrite(folder / CONFIG, lambda given: given | {field: size})
-    why = "the files have only 30 tensors, with 29,408 elements in total"
+    why = "the files contain only 30 tensors, with 29,408 elements in total"
     with refused(f"{CONFIG} do not fit the tensors in the files", f'"{field}": {size}'[:99], why):
         load(folder)
 
@@ -228,7 +228,7 @@ HEADS: dict[str, tuple[Callable[[Head], Any], str]] = {
     "a huge shape without elements": (extra([0, 2**62], [0, 0]), "extra\n"),
     "a dtype of integers": (
         tensor(dtype="I32"),
-        "lm_head.weight has the dtype I32, but must have one of",
+        "the dtype of lm_head.weight is I32, but must be one of",
     ),
     "deep": (lambda head: f'{{"x": {DEEP}}}', WHOLE),
 }

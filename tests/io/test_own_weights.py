@@ -220,9 +220,9 @@ def test_files(tmp_path: Path) -> None:
 
 FILES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "none there": (lambda folder: folder / "b", ["there is no file", "b"]),
-    "an empty folder": (lambda folder: folder / "empty", ["empty has no *.safetensors file"]),
+    "an empty folder": (lambda folder: folder / "empty", ["empty contains no *.safetensors file"]),
     "a name in two": (
-        lambda folder: [folder / "a.safetensors", folder / "copy"], ["copy: another file also has a tensor 'w'"]
+        lambda folder: [folder / "a.safetensors", folder / "copy"], ["copy: another file also contains a tensor named 'w'"]
     ),
     "no file": (lambda folder: [], ["it must be the path of a folder, a list of files, or the path of a file"]),
 }  # fmt: skip
@@ -284,7 +284,9 @@ def test_one_array_in_two_places(tmp_path: Path) -> None:
     )
     assert apart["a"] is not apart["b"]
     with raises(
-        "b   f32[8, 4]", "is the same array as `a` in `like`, but has a different name", "ft.copy"
+        "b   f32[8, 4]",
+        "is the same array as `a` in `like`, but `table` gives the two paths different names",
+        "ft.copy",
     ):
         ft.load_tensors(file, {"a": x, "b": x}, {"a": "w", "b": "v"})
 
@@ -300,7 +302,7 @@ def test_dtypes(dtype: str, tmp_path: Path) -> None:
     loaded = ft.load_tensors(file, abstract(dtype, x=(8, 4)), {"x": "w"}, P("data"), MESH)
     assert loaded["x"].dtype == jnp.dtype(dtype)
     np.testing.assert_array_equal(loaded["x"], given)
-    with raises("x   f32[8, 4]", "the files have `w` as", "pass cast=True to convert it to f32"):
+    with raises("x   f32[8, 4]", "the files have `w` as", CAST):
         ft.load_tensors(file, abstract(x=(8, 4)), {"x": "w"}, P(), MESH)
 
 
@@ -331,14 +333,19 @@ GIVEN["l.0.h"] = np.zeros((8, 4), np.float32)
 ALL = ["l.*", "qkv", "big", "[se]*"]
 CORRECT = "correct the name in `table`, or the shape in `like`"
 PARTS = "write `[0/3]` for the first of 3 parts, or `[0:2/4]` for the first two of 4"
-NUMBERS = 'name the numbers, as in `"blocks.{i}.{j}.w": "layers.{2*i+j}.w"`'
+CAST = "pass cast=True to convert the tensor to f32"
+NUMBERS = 'name the numbers in the pattern, as in `"blocks.{i}.{j}.w": "layers.{2*i+j}.w"`'
+NO_ARITHMETIC = (
+    "`{}` is not integer arithmetic with the pattern's numbers, `layer` and `expert`, or divides by "
+    "zero if each of them is 1"
+)
 NO_PARTS = "the range is empty, or exceeds the 3 parts, which are numbered from 0"
 # A table and what is left out, for `x.0` and `x.1` (8, 4) ─► where something is wrong, what, and what
 # to do.
 REFUSED: dict[str, tuple[dict[str, Any], list[str], list[tuple[str, str, str]]]] = {
     "the transpose": (
         {"x.*": "l.*.t"}, ALL,
-        [("x.0, x.1", "the files have `l.*.t` as f32[4, 8], not as f32[8, 4]", f'if its dimensions are reversed, write "x.*": "l.*.t.T"\n{CORRECT}')],
+        [("x.0, x.1", "the files have `l.*.t` as f32[4, 8], not as f32[8, 4]", f'if the tensor\'s dimensions are in the opposite order, write "x.*": "l.*.t.T"\n{CORRECT}')],
     ),
     "another shape": (
         {"x.0": "l.0.w", "x.1": "big"}, ["l.*", "qkv", "[se]*"],
@@ -346,11 +353,11 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], list[tuple[str, str, str]]]]
     ),
     "another dtype of one layer": (
         {"x.*": "l.*.h"}, ALL,
-        [("x.1", "the files have `l.1.h` as f16[8, 4], not as f32", "pass cast=True to convert it to f32")],
+        [("x.1", "the files have `l.1.h` as f16[8, 4], not as f32", CAST)],
     ),
     "a part that does not fit": (
         {"x.0": "l.0.w", "x.1": "qkv[0/3].T"}, ["l.*", "big", "[se]*"],
-        [("x.1", "the files have `qkv[0/3].T` as f32[24, 8], but its part must be f32[4, 8]", CORRECT)],
+        [("x.1", "the files have `qkv[0/3].T` as f32[24, 8], but the part must be f32[4, 8]", CORRECT)],
     ),
     "a part that cannot be": (
         {"x.*": "qkv[3/3]"}, ALL,
@@ -363,8 +370,8 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], list[tuple[str, str, str]]]]
     "a name that no file has": (
         {"x.*": "l.*.tt"}, ALL,
         [
-            ("x.0", "the files have no `l.*.tt`, which must be f32[8, 4]", f"`l.0.tt`: did you mean `l.0.t`?\n{CORRECT}"),
-            ("x.1", "the files have no `l.*.tt`, which must be f32[8, 4]", CORRECT),
+            ("x.0", "the files have no `l.*.tt`; expected f32[8, 4]", f"did you mean `l.0.t` instead of `l.0.tt`?\n{CORRECT}"),
+            ("x.1", "the files have no `l.*.tt`; expected f32[8, 4]", CORRECT),
         ],
     ),
     "no name": (
@@ -376,23 +383,23 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], list[tuple[str, str, str]]]]
     ),
     "a number that the pattern lacks": (
         {"x.{i}": "l.{2*j}.w"}, ALL,
-        [('"x.{i}": "l.{2*j}.w"', "`{2*j}` is not arithmetic with the pattern's numbers, `layer` or `expert`", NUMBERS)],
+        [('"x.{i}": "l.{2*j}.w"', NO_ARITHMETIC.format("{2*j}"), NUMBERS)],
     ),
     "functions of nothing": (
         {"x.0": lambda: 3, "x.{i}": lambda i: f"qkv.{{j}}[{i + 2}/3]"}, ALL,
         [
-            ('"x.0": <lambda>', "returns 3 instead of a name", ""),
+            ('"x.0": <lambda>', "the function returned 3 instead of a name", ""),
             ('"x.{i}": <lambda>', NO_PARTS, PARTS),
-            ('"x.{i}": <lambda>', "`{j}` is not arithmetic with the pattern's numbers, `layer` or `expert`", NUMBERS),
+            ('"x.{i}": <lambda>', NO_ARITHMETIC.format("{j}"), NUMBERS),
         ],
     ),
     "patterns for nothing": (
         {"x.*": "l.*.w", "y.*": "l.*.t", "x.1": "l.1.t"}, [*ALL, "l.*.hh", "l.0.w"],
         [
             ('"y.*": "l.*.t"', "matches no array; did you mean `x.*`?", ""),
-            ('"x.1": "l.1.t"', "matches only arrays that an earlier pattern names", "write the narrower pattern first"),
+            ('"x.1": "l.1.t"', "matches only arrays that earlier patterns match", "write the narrower pattern first"),
             ('left_out "l.*.hh"', "matches no tensor in the files; did you mean `l.*.h`?", ""),
-            ('left_out "l.0.w"', "matches only tensors that are read", ""),
+            ('left_out "l.0.w"', "matches only tensors that are read: remove the pattern", ""),
         ],
     ),
 }  # fmt: skip
@@ -429,7 +436,7 @@ def test_a_tensor_in_another_order_is_refused(
 STACKED: dict[str, tuple[dict[str, Any], dict[str, str], list[str]]] = {
     "a layer that is missing": (
         abstract(x=(3, 8, 4)), {"x": "l.{layer}.w"},
-        ["x   f32[3, 8, 4]", "the files have no `l.2.w`", "`l.2.w`: did you mean `l."],
+        ["x   f32[3, 8, 4]", "the files have no `l.2.w`", "did you mean `l.", "instead of `l.2.w`?"],
     ),
     "no dimension of layers": (
         abstract(x=()), {"x": "l.{layer}.w"}, ["its name `l.{layer}.w` stands for several tensors"]
@@ -439,7 +446,7 @@ STACKED: dict[str, tuple[dict[str, Any], dict[str, str], list[str]]] = {
     ),
     "experts that are joined": (
         Experts(S((2, 4, 8), "float32")), {"up": "e.T"},  # type: ignore[arg-type]
-        ["`e.T` as f32[8, 8], not as f32[2, 8, 4]", 'if its dimensions are reversed, write "up": "e"'],
+        ["`e.T` as f32[8, 8], not as f32[2, 8, 4]", 'if the tensor\'s dimensions are in the opposite order, write "up": "e"'],
     ),
     "a random key": (
         {"x": jax.random.key(0)}, {"x": "big"}, ["x   key<fry>[]", "is a random key, which cannot be read from a tensor"]
@@ -462,8 +469,8 @@ def test_a_hundred_layers_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(ft.FunctreeError) as caught:
         ft.load_tensors(file, like, {"*.v": "l.*.v"}, P(), MESH)
     assert len(str(caught.value).splitlines()) < 20
-    for many in ("99 tensors", "1 tensor"):
-        assert f"no array uses this tensor, nor {many} like it" in str(caught.value)
+    for many in ("99 similarly named tensors", "1 similarly named tensor"):
+        assert f"no array uses this tensor, nor {many}" in str(caught.value)
     assert 'add a row, such as "*.w": "l.*.w.T"' in str(caught.value)
     assert len(caught.value.problems) == 202
 

@@ -1,4 +1,4 @@
-"""A `TensorForm` describes how a tensor in a file holds one of our arrays, and reads blocks."""
+"""A `TensorForm` describes how a tensor in a file stores an array, and reads the array's blocks."""
 
 import math
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ from functree.io.weights.table import WHOLE, Part, TensorName
 
 
 def joined_as(shape: Sequence[int], stored: Sequence[int]) -> tuple[int, ...] | None:
-    """Count, for each dimension of a stored shape, the dimensions of `shape` that it joins.
+    """For each dimension of `stored`, count the dimensions of `shape` that it joins.
 
-    Dimensions of size 1 are ignored in both. The result is None if the shapes do not fit.
+    Dimensions of size 1 are ignored in both shapes. The result is None if the shapes do not fit.
 
     Examples:
         >>> from functree.io.weights.blocks import joined_as
@@ -49,15 +49,16 @@ def with_joined_heads(shape: Sequence[int], axes: Sequence[str | None]) -> list[
 
 
 class TensorForm(NamedTuple):
-    """Form in which a tensor in a file holds one of our arrays.
+    """Form in which a tensor in a file stores an array.
 
     Attributes:
-        shape: the shape of the array, without leading dimensions that have a tensor per element.
-        joined: how many of these dimensions each dimension of the tensor joins, in the array's
-            order. Dimensions of size 1 are not counted.
-        order: the dimensions of the tensor, in the array's order.
-        part: the part of the tensor that is the array.
-        cut: the dimension of the tensor that is divided into parts.
+        shape: the shape of the array, without leading dimensions in which each index has its own
+            tensor.
+        joined: for each of the tensor's dimensions, how many dimensions of `shape` it joins, not
+            counting dimensions of size 1. The tensor's dimensions are in the array's order.
+        order: the indices of the tensor's dimensions, in the array's order.
+        part: the part of the tensor that stores the array.
+        cut: the index of the tensor's dimension that is divided into parts.
     """
 
     shape: tuple[int, ...]
@@ -70,17 +71,18 @@ class TensorForm(NamedTuple):
     def fitting(
         shape: Sequence[int], stored: Sequence[int], name: TensorName, kept: int = 0
     ) -> "TensorForm | None":
-        """Find the form in which a tensor holds our array, or return None.
+        """Find the form in which a tensor stores an array, or return None if it does not fit.
 
-        Dimensions may be joined at one place only, as heads are. With two places, (3, embed, heads,
-        head_dim) could be read from (3 * heads * head_dim, embed) if the products happen to be
-        equal. The array would be silently wrong.
+        Only one dimension of the tensor may join several dimensions of the array, as for heads. If
+        two could, (3 * heads * head_dim, embed) might be read as (3, embed, heads, head_dim) when
+        the products happen to be equal. The array would be silently wrong.
 
         Args:
-            shape: our shape, without the layers.
+            shape: the shape of the array, without leading dimensions in which each index has its
+                own tensor.
             stored: the shape of the tensor.
-            name: how the tensor is transposed, and which part of it is ours.
-            kept: how many leading dimensions `.T` does not reverse.
+            name: the tensor's name, which selects the order of its dimensions and a part of it.
+            kept: how many leading dimensions `.T` keeps first.
         """
         order = name.order
         if order is None:
@@ -91,7 +93,7 @@ class TensorForm(NamedTuple):
             kept = 0
         if sorted(order) != list(range(len(stored))):
             return None
-        # The parts are along the first dimension that they fit, mostly `out` of (out, in).
+        # The first dimension that fits is divided into parts, usually `out` of (out, in).
         for cut in range(len(stored)) if name.part != WHOLE else (0,):
             sizes = list(stored)
             if name.part != WHOLE:
@@ -108,11 +110,11 @@ class TensorForm(NamedTuple):
         return None
 
     def read(self, tensor: Tensor, index: Sequence[slice]) -> np.ndarray:
-        """Read a block of our array.
+        """Read a block of the array.
 
         Args:
-            tensor: the tensor that holds the array.
-            index: a slice for each of our dimensions.
+            tensor: the tensor that stores the array.
+            index: a slice for each dimension of `shape`.
         """
         taken = [range(*part.indices(size)) for part, size in zip(index, self.shape, strict=True)]
         ours = [i for i, size in enumerate(self.shape) if size != 1]
@@ -124,8 +126,8 @@ class TensorForm(NamedTuple):
             if not joined:
                 outer.append(slice(0, 1))  # a dimension of size 1
                 continue
-            # Only the first of the joined dimensions is sliced in the file. A block of the others
-            # would be scattered in the file, so they are sliced in memory.
+            # Only the first of the joined dimensions is sliced in the file. A slice of the other
+            # dimensions would be scattered in the file, so they are sliced in memory.
             first, others = taken[joined[0]], joined[1:]
             sizes = [self.shape[i] for i in others]
             rest = math.prod(sizes)

@@ -16,12 +16,12 @@ INDEX = "model.safetensors.index.json"
 
 
 class Tensor(NamedTuple):
-    """Tensor in a file, which is read in slices.
+    """Tensor in a file, from which blocks can be read.
 
     Attributes:
-        shape: its shape.
-        dtype: its dtype.
-        source: the slice object of safetensors, which reads on demand.
+        shape: the tensor's shape.
+        dtype: the tensor's dtype.
+        source: safetensors' slice object, which reads values on demand.
     """
 
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class Tensor(NamedTuple):
         return np.asarray(self.source[tuple(index)])
 
     def beginning(self) -> np.ndarray:
-        """Read some of the first elements, to distinguish the tensor from another model's."""
+        """Read the first elements, to distinguish the tensor from a different model's tensor."""
         # Safetensors refuses slices that end beyond a dimension.
         return self.read([slice(0, min(size, 16)) for size in self.shape])
 
@@ -58,11 +58,14 @@ ALL_DTYPES = {
     **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
     **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
 }
-"""Dtypes that a `state_dict` may contain, for example in a count of batches."""
+"""Dtypes that a `state_dict` may contain, by their names in safetensors.
+
+For example, a count of batches is an integer.
+"""
 
 
 def open_tensors(files: Sequence[Path], dtypes: Mapping[str, str] = DTYPES) -> Mapping[str, Tensor]:
-    """Open all tensors in some files, by name.
+    """Open files, and return all their tensors by name, without reading values.
 
     Safetensors checks the shapes against the size of each file, so the shapes can be trusted.
 
@@ -71,13 +74,17 @@ def open_tensors(files: Sequence[Path], dtypes: Mapping[str, str] = DTYPES) -> M
         dtypes: the allowed dtypes, by their names in safetensors.
 
     Raises:
-        FunctreeError: if a file is not a safetensors file, or is incomplete.
-        FunctreeError: if two files have a tensor with the same name.
+        FunctreeError: if `safetensors` is not installed.
+        FunctreeError: if a file does not exist.
+        FunctreeError: if a path is not a regular file, such as a folder or a pipe.
+        FunctreeError: if a file is not a safetensors file.
+        FunctreeError: if a file is incomplete.
+        FunctreeError: if two files contain a tensor with the same name.
         FunctreeError: if a tensor's dtype is not allowed.
     """
     safetensors = import_extra("safetensors", "weights")
     tensors: dict[str, Tensor] = {}
-    # Opening a pipe would wait for a writer.
+    # Special files are refused, since opening a pipe would wait for a writer.
     if others := [file for file in files if not os.path.isfile(file)]:
         if not os.path.lexists(others[0]):
             raise FunctreeError(f"there is no file {others[0]}")
@@ -90,44 +97,46 @@ def open_tensors(files: Sequence[Path], dtypes: Mapping[str, str] = DTYPES) -> M
                 f"{file} is not a safetensors file, or is incomplete: {error}"
             ) from None
         for name in handle.keys():
-            # The folder may hold files of two models, for example.
+            # For example, a folder may contain files of two models.
             if name in tensors:
                 raise FunctreeError(
-                    f"{file}: another file also has a tensor {name!r}: load only one of the files"
+                    f"{file}: another file also contains a tensor named {name!r}: load only one of "
+                    "the two files"
                 )
-            # An unread slice, whose shape and dtype come from the header of the file.
+            # No values are read: the shape and dtype come from the file's header.
             source = handle.get_slice(name)
             kind = source.get_dtype()
             if kind not in dtypes:
                 raise FunctreeError(
-                    f"{file}: {name} has the dtype {kind}, but must have one of {', '.join(dtypes)}"
+                    f"{file}: the dtype of {name} is {kind}, but must be one of {', '.join(dtypes)}"
                 )
             tensors[name] = Tensor(tuple(source.get_shape()), np.dtype(dtypes[kind]), source)
     return tensors
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Find a folder's files with tensors: the files in the index, or all files without an index.
+    """List a folder's safetensors files: those named in its index, or all if it has no index.
 
     Raises:
-        FunctreeError: if the folder has no safetensors file.
-        FunctreeError: if the index is invalid.
-        FunctreeError: if a file in the index is missing.
-        FunctreeError: if a file in the index is outside the folder.
+        FunctreeError: if the folder contains neither an index nor a safetensors file.
+        FunctreeError: if the index is not a regular file.
+        FunctreeError: if the index is not JSON that maps tensors to files.
+        FunctreeError: if the index names a missing file.
+        FunctreeError: if the index names a file outside the folder.
     """
-    # Only files in the index are read, since the folder may also hold a partial download, or a copy
-    # of the model for another program.
+    # Only files in the index are read, since the folder may also contain a partial download, or a
+    # copy of the model for a different program.
     index = folder / INDEX
     if not os.path.lexists(index):
         found = sorted(folder.glob("*.safetensors"))
         if not found:
-            raise FunctreeError(f"{folder} has no *.safetensors file")
+            raise FunctreeError(f"{folder} contains no *.safetensors file")
         return found
     if not os.path.isfile(index):
         raise FunctreeError(f"{index} cannot be read: it is not a regular file")
     names = sorted(_file_names(index))
     # Links in the folder are followed, since Hugging Face's cache consists of links. A path in
-    # the index must not lead elsewhere.
+    # the index must not lead outside the folder.
     if outside := [value_text(name) for name in names if not _is_inside(name)]:
         raise FunctreeError(f"{index} names files outside its folder: {listed(outside)}")
     if missing := [value_text(name)[1:-1] for name in names if not os.path.isfile(folder / name)]:
@@ -140,19 +149,19 @@ def is_folder(path: Path) -> bool:
     try:
         return stat.S_ISDIR(path.stat().st_mode)
     except PermissionError:
-        raise  # it may be a folder
+        raise  # the path may be a folder
     except OSError:
         return False  # for example, the name is too long for the file system
 
 
 def _is_inside(name: str) -> bool:
-    """Return whether a name stays inside the folder."""
+    """Return whether a file name in an index leads to a file inside the index's folder."""
     path = Path(name)
     return not path.anchor and ".." not in path.parts
 
 
 def _file_names(index: Path) -> set[str]:
-    """Read the names of the files in an index."""
+    """Read the file names in an index."""
     try:
         named = parsed(index.read_text(encoding="utf-8"))
     except ValueError as error:

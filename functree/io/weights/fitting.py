@@ -1,4 +1,4 @@
-"""`fitted` finds the tensors that hold each array, and lists everything that does not fit."""
+"""`fitted` finds the tensors that hold each array, and lists all problems."""
 
 import json
 import math
@@ -27,11 +27,11 @@ class Fault(NamedTuple):
     """Reason why an array cannot be read.
 
     Attributes:
-        why: the reason, with `{}` for the name of its tensor.
-        name: the name of the tensor.
-        row: the name in the table's row.
-        remedy: how to fix it.
-        missing: the name of a tensor that the files lack; empty if none is missing.
+        why: the reason, with `{}` for a name.
+        name: the tensors' names, for `{}`.
+        row: the name in the table's row, for `{}` if all arrays of the row have the same faults.
+        remedy: the change that fixes the fault.
+        missing: the name of the first missing tensor; empty if no tensor is missing.
     """
 
     why: str
@@ -42,16 +42,16 @@ class Fault(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """Rules for casts, and remedies, for a function that loads arrays.
+    """The source of the dtypes, and the remedies, for a function that loads arrays.
 
     Attributes:
-        dtypes: the source of the arrays' dtypes. "files" takes them from the files. "like" takes
-            them from `like`, and the files must have the same dtypes. "cast" takes them from
-            `like`, and casts tensors.
+        dtypes: the source of the arrays' dtypes. With "files", arrays have the files' dtypes. With
+            "like", arrays have the dtypes in `like`, and the files must have the same dtypes. With
+            "cast", tensors are cast to the dtypes in `like`.
         dtype: the remedy for a tensor with a different dtype.
         misfit: the remedy for a tensor that is missing or has a different shape.
-        unread: the remedy for tensors that no array uses. It precedes the list of their
-            names, and may be empty.
+        unread: the beginning of the remedy for tensors that no array uses, before the list of
+            their names. If it is empty, there is no remedy.
         lost: the remedy for values that a dtype cannot hold.
     """
 
@@ -63,16 +63,16 @@ class Terms(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """One of our arrays, with the tensors that hold it.
+    """Array to load, with the tensors that hold its values.
 
     Attributes:
         leaf: the array in `like`.
-        sharding: the sharding that it is created with; None for a NumPy array.
-        row: the row of the table that names it.
-        names: the names of its tensors. There is one name, one per layer, or one per expert of each
-            layer.
+        sharding: the sharding of the new array; None to create a NumPy array.
+        row: the array's name in the table, and the row that gives the name.
+        names: the names of the array's tensors: a single name, or one name for each index of the
+            dimensions that `stacked` counts.
         tensors: all tensors in the files.
-        terms: the rules for casts, and the remedies.
+        terms: the source of the dtypes, and the remedies.
     """
 
     leaf: Leaf
@@ -84,17 +84,17 @@ class Weight(NamedTuple):
 
     @property
     def stacked(self) -> int:
-        """Number of leading dimensions that have a tensor for each element."""
+        """Number of leading dimensions in which each index has its own tensor."""
         return len(self.row.name.places)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape without the dimensions that `stacked` counts."""
+        """Shape of the array without the dimensions that `stacked` counts."""
         return self.leaf.shape[self.stacked :]
 
     @property
     def kept(self) -> int:
-        """Number of leading dimensions, for layers and experts, that `.T` does not reverse."""
+        """How many leading dimensions of `shape`, for layers and experts, `.T` keeps first."""
         kept = max(self.leaf.stacked - self.stacked, 0)
         return kept + int(self.leaf.axes[self.stacked + kept :][:1] == ("experts",))
 
@@ -106,11 +106,11 @@ class Weight(NamedTuple):
         return np.dtype(self.leaf.value.dtype)
 
     def array(self) -> tuple[jax.Array | np.ndarray, Loss]:
-        """Create the array. Each device reads only its own block.
+        """Create the array, and count the values that its dtype cannot hold.
 
-        Also return how many values in this process's blocks the array's dtype cannot hold.
+        Each process reads only its devices' blocks, and counts only the values in these blocks.
         """
-        form = cast(TensorForm, self.form())  # there are no faults
+        form = cast(TensorForm, self.form())  # not None, since the array has no faults
         dtype, whole = self.dtype, self.leaf.shape
         lost: dict[str, int] = {}  # by block, since several devices may have copies of a block
 
@@ -122,8 +122,8 @@ class Weight(NamedTuple):
         def block(index: Any) -> np.ndarray:
             if not self.stacked:
                 return read(self.names[0], index)
-            # Each layer is cast as it enters the block. If float32 files are read as bfloat16, all
-            # layers of a large model together may not fit in memory before the cast.
+            # Each layer is cast when it is read. If float32 files are loaded as bfloat16, all
+            # layers of a large model may not fit in memory before the cast.
             taken = [range(*part.indices(size)) for part, size in zip(index, whole, strict=True)]
             layers = np.empty(list(map(len, taken)), dtype)
             outer = taken[: self.stacked]
@@ -142,7 +142,7 @@ class Weight(NamedTuple):
         return array, Loss(self.leaf.path, array.size, before, dtype, sum(lost.values()))
 
     def form(self) -> TensorForm | None:
-        """Return the form of the array in the first tensor, or None if it does not fit."""
+        """Return the form of the array in the first tensor, or None if the tensor does not fit."""
         stored = self.tensors[self.names[0]].shape
         return TensorForm.fitting(self.shape, stored, self.row.name, self.kept)
 
@@ -168,7 +168,7 @@ class Weight(NamedTuple):
         name = row = listed(missing)
         if len(missing) == len(self.names):
             name, row = self.row.name.name, TensorName.parse(self.row.row).name
-        why = f"the files have no `{{}}`, which must be {self._expected()}"
+        why = f"the files have no `{{}}`; expected {self._expected()}"
         return Fault(why, name, row, self.terms.misfit, missing[0])
 
     def _misfit(self, tensor: Tensor) -> tuple[str, str] | None:
@@ -179,12 +179,12 @@ class Weight(NamedTuple):
             hint = self._transposed(tensor.shape) or self._other_order(tensor.shape)
             remedy = "\n".join(filter(None, (hint, self.terms.misfit)))
             is_part = self.row.name.part != WHOLE
-            than = ", but its part must be " if is_part else ", not as "
+            than = ", but the part must be " if is_part else ", not as "
             return found + than + self._expected(), remedy
         if dtypes == "like" and tensor.dtype != self.dtype:
             return f"{found}, not as {wanted}", self.terms.dtype.format(dtype=wanted)
         if dtypes == "files" and tensor.dtype != self.dtype:
-            why = f"its layers have different dtypes: {found}, but the first layer is {wanted}"
+            why = f"its tensors have different dtypes: {found}, but the first tensor is {wanted}"
             return why, self.terms.dtype
         if dtypes == "files" and not is_enabled(tensor.dtype):
             return f"{found}: {not_enabled(tensor.dtype)}", f"{ENABLE}\n{self.terms.dtype}"
@@ -193,7 +193,7 @@ class Weight(NamedTuple):
     def _expected(self) -> str:
         """Format the expected dtype and shape of a tensor, or of its part.
 
-        Dimensions may be joined differently. Here, they are joined as in published models.
+        Files may join dimensions differently. This shape joins them as published models do.
         """
         sizes = with_joined_heads(self.shape, self.leaf.axes[self.stacked :])
         order = self.row.name.order
@@ -204,7 +204,7 @@ class Weight(NamedTuple):
         return f"{dtype_text(self.dtype)}[{', '.join(map(str, sizes))}]"
 
     def _transposed(self, stored: Sequence[int]) -> str:
-        """Return a remedy if the tensor's dimensions are reversed, or an empty string."""
+        """Return a remedy if adding or removing `.T` makes the tensor fit, or an empty string."""
         name, row = self.row.name, self.row.row
         if name.order:
             return ""
@@ -212,10 +212,11 @@ class Weight(NamedTuple):
         if TensorForm.fitting(self.shape, stored, other, self.kept) is None:
             return ""
         row = f"{row}.T" if name.order is None else row.removesuffix(".T")
-        return f"if its dimensions are reversed, write {row_text(self.row.pattern, row)}"
+        text = row_text(self.row.pattern, row)
+        return f"if the tensor's dimensions are in the opposite order, write {text}"
 
     def _other_order(self, stored: Sequence[int]) -> str:
-        """Return a remedy if the tensor's elements are in a different order, or an empty string."""
+        """Return a remedy for a tensor with the array's number of elements, or an empty string."""
         part = self.row.name.part
         if math.prod(self.shape) * part.of != math.prod(stored) * (part.stop - part.first):
             return ""
@@ -232,17 +233,18 @@ def fitted(
     tensors: Mapping[str, Tensor],
     terms: Terms,
 ) -> tuple[list[Weight], list[Problem], set[str]]:
-    """Find the tensors of the arrays.
+    """Find the tensors that hold each array.
 
     Args:
         leaves: the arrays.
         shardings: the sharding of each array.
-        named: the name of each array that has one.
+        named: the arrays' names in the table, by path. Arrays without a name are absent.
         tensors: all tensors in the files.
-        terms: the rules for casts, and the remedies.
+        terms: the source of the dtypes, and the remedies.
 
     Returns:
-        The arrays that have tensors, all problems, and the names of the tensors to read.
+        The arrays that have a name, all problems, and the names of the tensors that these arrays
+            use.
     """
     weights: list[Weight] = []
     problems: list[Problem] = []
@@ -252,7 +254,9 @@ def fitted(
     for leaf, sharding in zip(leaves, shardings, strict=True):
         if is_key(leaf.value.dtype):
             why = "is a random key, which cannot be read from a tensor"
-            problems.append(leaf.problem(why, "load only the parts of the tree that have weights"))
+            problems.append(
+                leaf.problem(why, "load only the parts of the tree that contain no random keys")
+            )
             continue
         if leaf.path not in named:
             nameless.append(leaf)
@@ -278,21 +282,21 @@ def fitted(
 def unread_problems(
     tensors: Iterable[str], read: Collection[str], left_out: Collection[str], advice: str
 ) -> Iterator[Problem]:
-    """Yield problems for tensors that no array uses, and for useless `left_out` patterns.
+    """Yield problems for unread tensors, and for `left_out` patterns that match none of them.
 
     Args:
         tensors: the names of all tensors in the files.
         read: the names of the tensors that are read.
         left_out: patterns for names of tensors that need not be read.
-        advice: the remedy for unread tensors. It precedes the list of their names, and may be
-            empty.
+        advice: the beginning of the remedy for unread tensors, before the list of their names. If
+            it is empty, there is no remedy.
     """
     tensors = list(tensors)
     unread = [name for name in tensors if name not in read]
     for pattern in left_out:
         if any(fnmatchcase(name, pattern) for name in unread):
             continue
-        why = "matches only tensors that are read"
+        why = "matches only tensors that are read: remove the pattern"
         if not any(fnmatchcase(name, pattern) for name in tensors):
             near = did_you_mean(pattern, dict.fromkeys(map(_of_any_number, tensors)))
             why = f"matches no tensor in the files{near}"
@@ -304,7 +308,7 @@ def unread_problems(
     whats = [key if names[1:] else names[0] for key, names in alike.items()]
     remedy = advice and f"{advice}{json.dumps(whats)}"
     for names in alike.values():
-        others = f", nor {count(len(names) - 1, 'tensor')} like it" if names[1:] else ""
+        others = f", nor {count(len(names) - 1, 'similarly named tensor')}" if names[1:] else ""
         yield Problem(None, None, names[0], f"no array uses this tensor{others}", remedy)
 
 
@@ -316,8 +320,11 @@ def untied(leaves: Sequence[Leaf], named: Mapping[Path, Named]) -> Iterator[Prob
             continue
         other = first.setdefault(id(leaf.value), leaf)
         if named[leaf.path].text != named[other.path].text:
-            why = f"is the same array as `{other.path}` in `like`, but has a different name"
-            yield leaf.problem(why, "untie the arrays in `like`: copy one of them with `ft.copy`")
+            why = (
+                f"is the same array as `{other.path}` in `like`, but `table` gives the two paths "
+                "different names"
+            )
+            yield leaf.problem(why, "untie the paths in `like`: copy the array with `ft.copy`")
 
 
 def _faulty(
@@ -325,8 +332,8 @@ def _faulty(
 ) -> Iterator[Problem]:
     """Yield the problems of arrays that cannot be read.
 
-    If all arrays of a row have the same problem, the problem names the row instead of the tensor.
-    Messages then show it once for all layers.
+    If all arrays of a row have the same problems, the problems contain the row's name instead of
+    the tensors' names. A message then shows each problem once for all layers.
     """
     searches = MAX_PATHS  # as many as a message shows, since each search looks at all names
     for of_row in faults:
@@ -337,14 +344,14 @@ def _faulty(
                 if fault.missing and searches and not (alike and number):
                     searches -= 1
                     if near := nearest(fault.missing, tensors, 1):
-                        remedy = f"`{fault.missing}`: did you mean `{near[0]}`?\n{remedy}"
+                        remedy = f"did you mean `{near[0]}` instead of `{fault.missing}`?\n{remedy}"
                 name = fault.row if alike else fault.name
                 yield leaf.problem(fault.why.format(name), remedy)
 
 
 def _nameless(leaves: Sequence[Leaf], unread: Mapping[str, Tensor]) -> Iterator[Problem]:
-    """Yield the problems of arrays without a name, suggesting the nearest tensor that fits."""
-    known: dict[str, str] = {}  # by the path with `*` for each number
+    """Yield a problem for each array without a name, with a suggested row as its remedy."""
+    known: dict[str, str] = {}  # suggested rows, by path with `*` for each number
     for leaf in leaves:
         path = ".".join("*" if type(key) is int else part_text(key) for key in leaf.path)
         # As many as a message shows, since each search looks at all names.
@@ -360,7 +367,7 @@ def _row_for(leaf: Leaf, path: str, unread: Mapping[str, Tensor]) -> str:
         for text in (name, f"{name}.T"):
             if TensorForm.fitting(leaf.shape, tensor.shape, TensorName.parse(text)) is not None:
                 fitting.setdefault(name, text)
-    # A low cutoff is enough: these tensors have the right shape, and no other array needs them.
+    # A low cutoff is enough: these tensors have the right shape, and no other array uses them.
     near = nearest(str(leaf.path), fitting, 1, cutoff=0.4)
     if not near:
         return ""

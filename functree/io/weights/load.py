@@ -74,17 +74,17 @@ _TABLE = Takes(
 # The terms of `load_tensors` and `load_weights`
 _OF_TENSORS = Terms(
     dtypes="like",
-    dtype="pass cast=True to convert it to {dtype}",
+    dtype="pass cast=True to convert the tensor to {dtype}",
     misfit="correct the name in `table`, or the shape in `like`",
     unread="add rows for these tensors to `table`, or pass left_out=",
-    lost="give these arrays in `like` the dtype that they have in the files",
+    lost="in `like`, give these arrays the dtypes of their tensors in the files",
 )
 _OF_PUBLISHED = Terms(
     dtypes="files",
-    dtype="pass `param_dtype=` to give all layers one dtype",
+    dtype="pass `param_dtype=` to load all tensors in one dtype",
     misfit="use files and a `config.json` from the same model",
     unread="",
-    lost="pass a `param_dtype=` that can hold the values, or None for the files' dtype",
+    lost="pass a `param_dtype=` that can hold the values, or omit it to keep the files' dtype",
 )
 
 
@@ -98,29 +98,29 @@ def load_tensors(
     left_out: Collection[str] = (),
     cast: bool = False,
 ) -> T:
-    """Load safetensors files into your own tree, with a table of names.
+    """Load safetensors files into your own tree, using a table of names.
 
     The arrays are created sharded, and each process reads only the slices that its devices hold. If
     a tensor joins neighboring dimensions of an array, such as heads and head size, the joined
     dimension is split. Dimensions of size 1 are dropped and added as needed. One error lists all
-    problems, before anything is read.
+    problems, before any values are read.
 
     The names of tensors in `table` follow these rules:
 
     - `*` in a name stands for the text that the glob's `*` matched.
-    - `{i}` in a glob matches a number, which the name may use in arithmetic: `"blocks.{i}.{j}.w"`
-      may have the name `"layers.{2*i+j}.w"`.
-    - `{layer}`, and `{expert}` after it, stand for the indices of an array's leading dimensions.
-      Each index has its own tensor.
-    - `[0/3]` after a name selects the first of three equal parts of the tensor, and `[0:2/4]` the
-      first two of four. The parts divide the first dimension that fits.
+    - `{i}` in a glob matches a number, which the name may use in arithmetic, as in
+      `"blocks.{i}.{j}.w": "layers.{2*i+j}.w"`.
+    - `{layer}` and `{expert}` in a name stand for the indices of an array's leading dimensions, in
+      this order. Each index has its own tensor.
+    - `[0/3]` after a name selects the first of three equal parts of the tensor, and `[0:2/4]`
+      selects the first two of four. The parts divide the first dimension that fits.
     - `.T` at the end of a name transposes the tensor, and `.transpose(2, 0, 1)` reorders its
       dimensions.
-    - A row may have a function instead of a name. The function receives the texts and numbers that
-      the glob matched, and returns a name.
+    - A row may contain a function instead of a name. The function receives the texts and numbers
+      that the glob matched, and returns a name.
 
     Args:
-        files: a file, several files, or their folder.
+        files: a file, several files, or a folder of files.
         like: a tree, which may be abstract. The result has the structure, shapes, dtypes and static
             leaves of `like`.
         table: a mapping from globs of paths to names of tensors. The first glob that matches a path
@@ -128,16 +128,19 @@ def load_tensors(
         layout: the layout of the tree. By default, each array is sharded as in `like`.
         mesh: a mesh, or None for the current mesh.
         left_out: patterns for the names of tensors that are not read, with `*` for any text.
-        cast: whether arrays are cast to the dtypes in `like`. A warning lists the paths of arrays
+        cast: whether tensors are cast to the dtypes in `like`. A warning lists the paths of arrays
             with values that the dtype cannot hold. Rounding floats causes no warning.
 
     Raises:
-        FunctreeError: if an array has no name.
-        FunctreeError: if the files lack an array's tensor.
-        FunctreeError: if a tensor has a different shape or dtype.
+        FunctreeError: if no glob in `table` matches an array.
+        FunctreeError: if an array's tensor is missing from the files.
+        FunctreeError: if a tensor's shape does not fit its array.
+        FunctreeError: if a tensor's dtype differs from its array's dtype, without `cast=True`.
         FunctreeError: if a tensor is neither read nor left out.
-        FunctreeError: if a pattern in `table` or `left_out` matches nothing.
-        FunctreeError: if an array in `like` has no sharding, and there is no layout.
+        FunctreeError: if a glob in `table` names no array.
+        FunctreeError: if a pattern in `left_out` matches no unread tensor.
+        FunctreeError: if an abstract array in `like` has no sharding, and there is no layout.
+        FunctreeError: if a file is missing.
         FunctreeError: if a file is not a safetensors file.
         FunctreeError: if the processes have different files.
         ShardingError: if the layout does not fit the tree.
@@ -173,14 +176,14 @@ def load_tensors(
 
 
 def _listed(files: Any) -> Any:
-    """Return the argument `files` as a list, if it is valid."""
+    """Return the argument `files` as a list, or unchanged if it is invalid."""
     if isinstance(files, str | bytes | os.PathLike):
         return [files]
     return list(files) if isinstance(files, Iterable) else files
 
 
 def _opened(given: Sequence[_File]) -> list[FilePath]:
-    """Return the files of a folder, or the files themselves."""
+    """Return the given files, or the files in the given folder."""
     paths = list(map(FilePath, given))
     return files_of(paths[0]) if len(paths) == 1 and is_folder(paths[0]) else paths
 
@@ -205,18 +208,18 @@ def _loaded(
     others: Iterable[Problem] = (),
     facts: Facts = MappingProxyType({}),
 ) -> T:
-    """Load a tree with a table, once everything fits in all processes.
+    """Load a tree using a table, after all checks pass in all processes.
 
     Args:
         where: the files, for messages.
         like: the tree.
-        layout: its layout; by default, each array is sharded as in `like`.
+        layout: the tree's layout; by default, each array is sharded as in `like`.
         mesh: the mesh.
         table: the table of names.
         tensors: all tensors in the files.
-        terms: the rules for casts, and the remedies.
+        terms: the source of the dtypes, and the remedies.
         left_out: patterns for the tensors that are not read.
-        others: further problems.
+        others: problems that the caller found.
         facts: further facts that must be the same in all processes.
 
     Raises:
@@ -246,8 +249,8 @@ def _facts(weights: Sequence[Weight]) -> Facts:
     """Return the facts that must be the same in all processes."""
     arrays: list[str] = []
     names: list[str] = []
-    # Machines may have different files, perhaps of models with the same shapes. Arrays would then
-    # mix both models.
+    # Processes may read different files, perhaps of two models with the same shapes. Arrays would
+    # then mix values of both models.
     beginnings: dict[str, str] = {}
     for weight in weights:
         path, sharding = path_text(weight.leaf.path), weight.sharding
@@ -256,7 +259,7 @@ def _facts(weights: Sequence[Weight]) -> Facts:
         names.append(f"{path}: {weight.row.text}")
         for name in weight.names:
             first = checksum(weight.tensors[name].beginning())
-            beginnings[name] = f"{name} begins with {first:08x}"
+            beginnings[name] = f"{name}: the first values have checksum {first:08x}"
     return {"arrays": arrays, "names": names, "tensors": sorted(beginnings.values())}
 
 
@@ -280,8 +283,8 @@ def _read(where: str, weights: Sequence[Weight], remedy: str) -> list[_Array]:
     with Agreement(_failure(where)), _reading(where):
         for weight in weights:
             value = weight.leaf.value
-            # A NumPy array at two paths is often just zeros that were made once. Two arrays that
-            # share a buffer could not both be donated.
+            # A NumPy array at two paths is often a placeholder, such as zeros that were created
+            # once. Two arrays that share a buffer could not both be donated.
             is_one = isinstance(value, jax.Array)
             own.append(id(value) if is_one else weight.leaf.path)
             if own[-1] not in once:
@@ -325,7 +328,7 @@ def load_weights(
 
     The supported families are llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, olmo2 and olmoe.
     The arrays are created sharded, and each process reads only the slices that its devices hold.
-    One error lists all problems, before anything is read.
+    One error lists all problems, before any array of the model is created.
 
     Args:
         folder: the folder with the files.
@@ -339,10 +342,14 @@ def load_weights(
 
     Raises:
         FunctreeError: if the family is unknown.
-        FunctreeError: if functree does not understand a field of `config.json`.
+        FunctreeError: if a field of `config.json` is not supported.
+        FunctreeError: if the value of a field is not supported.
         FunctreeError: if a weight is missing.
-        FunctreeError: if a weight has a different shape.
-        FunctreeError: if a weight is not read.
+        FunctreeError: if a weight's shape does not fit the config.
+        FunctreeError: if the tensors of a weight have different dtypes, without `param_dtype=`.
+        FunctreeError: if the model does not use a tensor in the files.
+        FunctreeError: if redundant tensors in the files, such as rotary frequencies, differ from
+            the model's values.
         FunctreeError: if the processes have different files.
         ShardingError: if the layout is None.
         ShardingError: if the layout does not fit the model.
@@ -394,12 +401,12 @@ def load_weights(
 
 
 def _check_sizes(published: PublishedConfig, tensors: Mapping[str, Tensor]) -> None:
-    """Raise FunctreeError if the tensors in the files cannot have the sizes in a config.
+    """Raise FunctreeError if the files have too few tensors or elements for the config's sizes.
 
-    Even creating an abstract model with these sizes might take forever.
+    With impossible sizes, even creating an abstract model might take forever.
     """
     elements = sum(math.prod(tensor.shape) for tensor in tensors.values())
-    # Each layer has its own tensors, and each other size occurs in a tensor's shape.
+    # Each layer has its own tensors, and every other size occurs in a tensor's shape.
     most = {**dict.fromkeys(_SIZES, elements), "layers": len(tensors)}
     problems: list[Problem] = []
     for field, number in most.items():
@@ -408,8 +415,8 @@ def _check_sizes(published: PublishedConfig, tensors: Mapping[str, Tensor]) -> N
             given = [name for name, value in published.given.items() if value == size]
             what = "/".join(f'"{name}"' for name in given) or field
             why = (
-                f"the files have only {count(len(tensors), 'tensor')}, with {elements:,} elements "
-                "in total"
+                f"the files contain only {count(len(tensors), 'tensor')}, with {elements:,} "
+                "elements in total"
             )
             problems.append(Problem(None, None, f"{what}: {value_text(size)}", why))
     if problems:
@@ -421,33 +428,36 @@ _SIZES = "vocab_size embed heads kv_heads head_dim hidden experts expert_hidden"
 
 
 # Redundant tensors. Older files contain the rotary frequencies, and the table for the logits even
-# if it is tied to the embedding. Other readers ignore both. Here, they must equal the values that
-# the model computes with.
+# if it is tied to the embedding. Other readers ignore these tensors. Here, they must equal the
+# values that the model uses.
 
 _FREQUENCIES = ".rotary_emb.inv_freq"
 # Frequencies were saved in the dtype of the weights, and bfloat16 has 8 bits of precision.
 _TOLERANCE = 2.0**-7
-# The number of rows of two tables that are compared at a time. Whole tables may take gigabytes.
+# The number of rows of two tables to compare at a time. Whole tables may need gigabytes.
 _ROWS = 4096
 
 
 def _repeated(
     published: PublishedConfig, tensors: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Problem | None]]:
-    """Yield the names of redundant tensors, each with a problem if its values differ."""
+    """Yield the name of each redundant tensor, with a problem or None if its values are right."""
     config = published.config
     names = published.names(dataclasses.replace(config, tie_embedding=False), tensors)
     table, head = names.get("embed.weight", ""), TensorName.parse(names.get("unembed.weight", ""))
     for name, tensor in tensors.items():
         if name.endswith(_FREQUENCIES):
             is_same = _are_frequencies(tensor, config)
-            why = "its frequencies differ from the config's", "correct the config"
+            why = (
+                "its values differ from the rotary frequencies that `config.json` specifies",
+                'correct "rope_theta" or the other rotary fields in `config.json`',
+            )
         elif config.tie_embedding and name == head.name and table in tensors:
             # The embedding's table is never transposed: (vocab, embed).
             is_same = _are_equal(tensors[table], tensor, transposed=head.order is None)
             why = (
-                f"the config ties it to {table}, which has different values",
-                'set "tie_word_embeddings": false, or remove the tensor',
+                f"`config.json` ties it to {table}, which has different values",
+                'set "tie_word_embeddings": false in `config.json`, or remove the tensor',
             )
         else:
             continue

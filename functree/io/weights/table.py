@@ -1,4 +1,4 @@
-"""`names_of` finds each array's tensors in a table from patterns of paths to names in files."""
+"""`names_of` finds each array's name in a table that maps patterns of paths to tensor names."""
 
 import ast
 import operator
@@ -18,11 +18,11 @@ from functree.tree.paths import Path, tokens
 Table = Mapping[str, str | Callable[..., str]]
 
 _NUMBER = re.compile(r"\{([^{}]*)\}")
-# A number or a wildcard. Inside braces, `*` multiplies.
+# An expression in braces, or a wildcard. Inside braces, `*` multiplies.
 _SLOT = re.compile(rf"{_NUMBER.pattern}|(\.?)\*\*?")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _VARIABLE = re.compile(r"\{([A-Za-z_]\w*)\}")
-# Indices of an array's leading dimensions, unless the pattern has a number with this name.
+# Names for indices of an array's leading dimensions, unless the pattern uses them for numbers.
 _PLACES = ("layer", "expert")
 
 
@@ -30,11 +30,11 @@ _PLACES = ("layer", "expert")
 
 
 class Part(NamedTuple):
-    """Range of the equal parts into which a tensor's dimension is divided.
+    """Range of the equal parts into which one dimension of a tensor is divided.
 
     Attributes:
-        first: the first part.
-        stop: the part after the last.
+        first: the index of the first part in the range.
+        stop: the index after the last part in the range.
         of: the total number of parts.
     """
 
@@ -54,8 +54,8 @@ class TensorName(NamedTuple):
     Attributes:
         name: the tensor's name in the files, which may contain `{layer}` and `{expert}`.
         part: the part of the tensor.
-        order: the dimensions of the tensor in the array's order. An empty tuple reverses the
-            dimensions, and None keeps their order.
+        order: the indices of the tensor's dimensions, in the array's order. An empty tuple
+            reverses the dimensions, and None keeps their order.
     """
 
     name: str
@@ -85,7 +85,7 @@ class TensorName(NamedTuple):
 
     @property
     def places(self) -> list[str]:
-        """Leading dimensions that have a tensor for each element."""
+        """Which of `layer` and `expert` the expressions in the name contain, in this order."""
         used = _NAME.findall(" ".join(_NUMBER.findall(self.name)))
         return [place for place in _PLACES if place in used]
 
@@ -113,10 +113,13 @@ _OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
 def _filled(place: re.Match[str], numbers: Mapping[str, int]) -> str:
     """Compute an expression in braces.
 
-    An expression with unknown names is returned in braces.
+    If the expression contains unknown names, only the known names are replaced, and the braces are
+    kept.
 
     Raises:
-        SyntaxError, ValueError, ZeroDivisionError: if the expression is not arithmetic.
+        SyntaxError: if the expression cannot be parsed.
+        ValueError: if the expression is not integer arithmetic with `+`, `-`, `*`, `//` and `%`.
+        ZeroDivisionError: if the expression divides by zero.
     """
     expression = _NAME.sub(lambda name: str(numbers.get(name[0], name[0])), place[1])
     if _NAME.search(expression):
@@ -137,7 +140,7 @@ def _computed(node: ast.expr) -> int:
 
 
 class Named(NamedTuple):
-    """Name of an array, with the row of the table that gives it.
+    """Name of an array in a table, with the row that gives the name.
 
     Attributes:
         text: the name, with suffixes such as `.T`.
@@ -156,11 +159,11 @@ class _Row(NamedTuple):
     """Row of a table.
 
     Attributes:
-        pattern: the pattern as it is written.
+        pattern: the pattern as written in the table.
         name: the name in the row, or a function that returns it.
         glob: the pattern with `*` for each number.
-        numbers: for each wildcard of `glob`, the name of its number. The name is an empty string
-            for a wildcard of the pattern itself.
+        numbers: for each wildcard of `glob`, the name of the number that it replaces, or an empty
+            string if `pattern` contains the wildcard.
     """
 
     pattern: str
@@ -170,7 +173,11 @@ class _Row(NamedTuple):
 
     @classmethod
     def of(cls, pattern: str, name: str | Callable[..., str]) -> "_Row":
-        """Build a row. Raise RuleError if the pattern is not a glob."""
+        """Build a row.
+
+        Raises:
+            RuleError: if the pattern is not a valid glob.
+        """
         if "{" not in pattern:
             return cls(pattern, name, pattern, [""] * capturing_pattern(pattern).groups)
         glob, numbers = "", list[str]()
@@ -189,7 +196,7 @@ class _Row(NamedTuple):
         return f'"{self.pattern}": {getattr(self.name, "__name__", shown(self.name))}'
 
     def problems(self) -> Iterator[Problem]:
-        """Yield problems that the row has for any tree. A function's names are checked later."""
+        """Yield the row's problems that do not depend on the tree or on a function's result."""
         if not isinstance(self.name, str):
             return
         theirs = sum(found[1] is None for found in _SLOT.finditer(self.name))
@@ -204,9 +211,10 @@ class _Row(NamedTuple):
         yield from self.misread(self.name)
 
     def misread(self, text: object) -> Iterator[Problem]:
-        """Yield problems in the text of a name."""
+        """Yield problems in the text of a name. The check uses 1 for each number."""
         if not isinstance(text, str):
-            yield Problem(None, None, self.text, f"returns {shown(text)} instead of a name")
+            why = f"the function returned {shown(text)} instead of a name"
+            yield Problem(None, None, self.text, why)
             return
         part = TensorName.parse(text).part
         if not part.first < part.stop <= part.of:
@@ -221,10 +229,13 @@ class _Row(NamedTuple):
                 is_number = False
             if not is_number:
                 why = (
-                    f"`{place[0]}` is not arithmetic with the pattern's numbers, `layer` or "
-                    "`expert`"
+                    f"`{place[0]}` is not integer arithmetic with the pattern's numbers, `layer` "
+                    "and `expert`, or divides by zero if each of them is 1"
                 )
-                remedy = 'name the numbers, as in `"blocks.{i}.{j}.w": "layers.{2*i+j}.w"`'
+                remedy = (
+                    "name the numbers in the pattern, as in "
+                    '`"blocks.{i}.{j}.w": "layers.{2*i+j}.w"`'
+                )
                 yield Problem(None, None, self.text, why, remedy)
 
     def name_at(self, path: str) -> str | None:
@@ -250,7 +261,7 @@ class _Row(NamedTuple):
         def fill(slot: re.Match[str]) -> str:
             if slot[1] is not None:
                 return _filled(slot, numbers)
-            # `**` may match nothing, and then its dot is dropped too.
+            # If `**` matches nothing, the dot before it is dropped too.
             text = next(rest)
             return slot[2] + text if text else ""
 
@@ -258,7 +269,7 @@ class _Row(NamedTuple):
 
 
 def refusal(failure: str, problems: Sequence[Problem]) -> FunctreeValueError:
-    """Build one error for all problems."""
+    """Build one error that lists all problems."""
     return FunctreeValueError(f"{failure}: {count(len(problems), 'problem')}", problems)
 
 
@@ -278,7 +289,10 @@ def names_of(
     Raises:
         RuleError: if a pattern is not a glob.
         FunctreeValueError: if a name and its pattern have different numbers of wildcards.
-        FunctreeValueError: if a name has a part or number that cannot exist.
+        FunctreeValueError: if the range of parts in a name is invalid.
+        FunctreeValueError: if an expression in a name cannot be computed.
+        FunctreeValueError: if a row's function does not return a name.
+        ZeroDivisionError: if an expression divides by zero with the numbers in a path.
     """
     rows = [_Row.of(pattern, name) for pattern, name in table.items()]
     if problems := [problem for row in rows for problem in row.problems()]:
@@ -313,5 +327,5 @@ def _unused(
             near = meant_glob(row.glob, [leaf.path for leaf in leaves])
             yield Problem(None, None, row.text, f"matches no array{near}")
         elif row.pattern not in used:
-            why = "matches only arrays that an earlier pattern names"
+            why = "matches only arrays that earlier patterns match"
             yield Problem(None, None, row.text, why, "write the narrower pattern first")
