@@ -241,7 +241,7 @@ def test_what_is_refused(copied: Path) -> None:
 {copied} cannot be loaded: 3 problems
 
   blocks.layer.mlp.gate   f32[3, 32, 48]   "layers embed hidden"
-      the files have no `model.layers.1.mlp.gate_proj.weight`, which must be f32[48, 32]
+      the files have no `model.layers.1.mlp.gate_proj.weight`; expected f32[48, 32]
 
   norm.scale   f32[32]   "embed"
       the files have `model.norm.weight` as f32[3], not as f32[32]
@@ -249,15 +249,15 @@ def test_what_is_refused(copied: Path) -> None:
   more
       no array uses this tensor
 
-Try: `model.layers.1.mlp.gate_proj.weight`: did you mean `model.layers.2.mlp.gate_proj.weight`?
+Try: did you mean `model.layers.2.mlp.gate_proj.weight` instead of `model.layers.1.mlp.gate_proj.weight`?
      use files and a `config.json` from the same model"""
     assert str(caught.value) == told
 
 
 def test_layers_of_several_dtypes(copied: Path) -> None:
     changed(copied, **{GATE: tensors(copied)[GATE].astype("float16")})
-    why = f"its layers have different dtypes: the files have `{GATE}` as f16[48, 32], but the first layer is f32"
-    with raises("1 problem\n", why, "pass `param_dtype=` to give all layers one dtype"):
+    why = f"its tensors have different dtypes: the files have `{GATE}` as f16[48, 32], but the first tensor is f32"
+    with raises("1 problem\n", why, "pass `param_dtype=` to load all tensors in one dtype"):
         load(copied)
     gate = load(copied, param_dtype=jnp.float32).blocks.layer.mlp.gate
     assert gate.dtype == jnp.float32
@@ -278,7 +278,7 @@ def test_frequencies_in_older_files(dtype: str, copied: Path) -> None:
         with raises(
             "cannot be loaded: 1 problem\n",
             names[1],
-            "its frequencies differ from the config's",
+            "its values differ from the rotary frequencies that `config.json` specifies",
         ):
             load(copied)
 
@@ -303,8 +303,8 @@ def test_the_table_of_the_logits_beside_a_tied_one(
         changed(folder, **{"lm_head.weight": np.ascontiguousarray(wrong)})
         with raises(
             "lm_head.weight",
-            "the config ties it to model.embed_tokens.weight, which has different values",
-            'set "tie_word_embeddings": false, or remove the tensor',
+            "`config.json` ties it to model.embed_tokens.weight, which has different values",
+            'set "tie_word_embeddings": false in `config.json`, or remove the tensor',
         ):
             load(folder)
     # The remedy.
@@ -349,12 +349,12 @@ def test_what_is_not_saved(tmp_path: Path) -> None:
     model = load(MODELS / "llama")
     ft.save_weights(tmp_path, model)
     with raises(
-        "already has config.json, model.safetensors",
+        "already contains config.json, model.safetensors",
         "save to another folder",
     ):
         ft.save_weights(tmp_path, model)
     sizes: Any = dict(embed=8, layers=1, heads=2, kv_heads=2, head_dim=4, hidden=8)
-    other_options = "use the options of one of these families, or save any model with `ft.save`"
+    other_options = "use options that one of these families supports, or save the model"
     options: Any = {"window": 4, "qk_norm": True}
     config = ft.nn.TransformerConfig(16, **sizes, **options)
     said = (
@@ -399,32 +399,40 @@ UNPUBLISHED: dict[str, tuple[str, Any, str]] = {
         lambda x: x.astype("int8"),
         "the dtype must be one of float64, float32",
     ),
-    "another shape": ("norm.scale", lambda x: x[:1], "the family has the shape (32,) at this path"),
-    "no array": ("norm.scale", lambda x: 1.0, "the family has an array at this path"),
+    "another shape": (
+        "norm.scale",
+        lambda x: x[:1],
+        "a published model with this config has an array of shape (32,) at this path",
+    ),
+    "no array": (
+        "norm.scale",
+        lambda x: 1.0,
+        "a published model with this config has an array at this path",
+    ),
     "a subclass": (
         "blocks.layer.mlp",
         lambda x: _another(x, _Relu),
-        "the family has functree's MLP at this path",
+        "a published model with this config has functree's MLP at this path",
     ),
     "a bias": (
         "blocks.layer.attn.query_bias",
         lambda x: jnp.zeros((3, 4, 8)),
-        "the family has None at this path, according to the config",
+        "a published model with this config has None at this path",
     ),
     "another eps": (
         "blocks.layer.attn_norm.eps",
         lambda x: 0.5,
-        "the family has 1e-06 at this path, according to the config",
+        "a published model with this config has 1e-06 at this path",
     ),
     "an attention function": (
         "blocks.layer.attn.attention",
         lambda x: _mine,
-        "no family has this function",
+        "no published family uses this attention function",
     ),
     "other frequencies": (
         "blocks.layer.attn.rope_scaling",
         lambda x: _Frequencies(8, 1, 4, 16),
-        "the family has None at this path, according to the config",
+        "a published model with this config has None at this path",
     ),
 }
 
@@ -432,7 +440,7 @@ UNPUBLISHED: dict[str, tuple[str, Any, str]] = {
 # What is said to do about some of these.
 REMEDIES = {
     "an int8 norm": 'jax.tree.map(lambda x: x.astype("float32"), model)',
-    "no array": "for example with `ft.select`",
+    "no array": "use `ft.select` to replace this part",
     "an attention function": 'attention="auto"',
 }
 

@@ -1,7 +1,4 @@
-"""`save_weights` writes a `Transformer` to the files of a published model.
-
-The files are `config.json` and `*.safetensors`.
-"""
+"""`save_weights` writes a `Transformer` as `config.json` and `*.safetensors` files."""
 
 import dataclasses
 import json
@@ -48,22 +45,27 @@ MOST_BYTES = 5 * 10**9
 def save_weights(folder: str | FilePath, model: Transformer) -> None:
     """Write a model in a published format, for `ft.load_weights` and other libraries.
 
-    The model is saved in the family that computes the same function. Without experts, this family
-    is `qwen3` for norms of queries and keys, `olmo2` for norms over all heads, `qwen2` for biases,
-    `mistral` for a sliding window, and otherwise `llama`. With experts, it is `qwen3_moe` for norms
-    of queries and keys, `olmoe` for norms over all heads, and otherwise `mixtral`.
+    The files belong to the first family that performs the same computation as the model:
+
+    - Without experts, `qk_norm=True` selects `qwen3`, and `qk_norm="all"` with `norms="after"`
+      selects `olmo2`. Attention biases select `qwen2`, and a sliding window selects `mistral`.
+      Other models use `llama`.
+    - With experts, `qk_norm=True` selects `qwen3_moe`, and `qk_norm="all"` selects `olmoe`. Other
+      models use `mixtral`.
 
     Args:
-        folder: a folder without weights, which is created if it does not exist.
+        folder: a folder that contains no weights and no `config.json`. It is created if it does not
+            exist.
         model: the model.
 
     Raises:
         FunctreeError: if the folder already contains weights or a `config.json`.
-        FunctreeError: if no family computes the same function, for example because of a user's
-            attention function. The error lists the parts that differ, by path.
+        FunctreeError: if no family performs the same computation, for example because of your own
+            attention function. The error lists the fields or parts that differ.
         FunctreeError: if an array has no values.
         FunctreeError: if an array is not on devices of all processes.
         FunctreeError: if the processes have different models.
+        FunctreeError: if a file cannot be written.
 
     Examples:
         >>> sizes = dict(layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
@@ -77,7 +79,7 @@ def save_weights(folder: str | FilePath, model: Transformer) -> None:
     folder = FilePath(folder)
     failure = f"the model cannot be saved to {folder}"
     leaves = read(model).leaves
-    # All checks come before the first file is made.
+    # All checks run before the first file is created.
     with Agreement(failure) as agreement:
         safetensors = import_extra("safetensors.numpy", "weights")
         problems = [not_saveable(leaf) for leaf in leaves]
@@ -85,13 +87,13 @@ def save_weights(folder: str | FilePath, model: Transformer) -> None:
             raise FunctreeValueError(failure, found)
         family = family_of_model(model)
         names = _names(model, leaves, family, failure)
-        # Overwriting would leave some files of an earlier, larger model.
+        # Overwriting the files of a larger model would leave some of them.
         with ForeignErrors(FunctreeError, failure):
             there = _weights_in(folder)
         if there:
             raise FunctreeError(
-                f"{folder} already has {', '.join(there)}: save to another folder, or remove these "
-                "files"
+                f"{folder} already contains {', '.join(there)}: save to another folder, or remove "
+                "these files"
             )
         facts = {
             "folder": [str(folder)],
@@ -105,13 +107,13 @@ def save_weights(folder: str | FilePath, model: Transformer) -> None:
     files = _files(leaves)
 
     def write(run: Callable[[], None]) -> None:
-        """Write a file in the first process. All processes raise an error if that fails."""
+        """Call `run` in the first process. If it fails, all processes raise an error."""
         with Agreement(failure), ForeignErrors(FunctreeError, failure):
             if jax.process_index() == 0:
                 run()
 
-    # `config.json` comes last, and the index comes after the files that it names. If the process is
-    # killed in between, no reader accepts the folder as a model.
+    # `config.json` is written last, and the index is written after the files that it names. If the
+    # process is killed in between, no reader accepts the folder as a model.
     write(lambda: folder.mkdir(parents=True, exist_ok=True))
     for file, own in files.items():
         tensors = _tensors(own, names)
@@ -123,7 +125,7 @@ def save_weights(folder: str | FilePath, model: Transformer) -> None:
 
 
 def _weights_in(folder: FilePath) -> list[str]:
-    """List the files of a model in a folder."""
+    """List the names of a model's files in a folder."""
     if not folder.is_dir():
         return []
     # Broken links are listed too, since writing to one would create a file in another folder.
@@ -134,7 +136,12 @@ def _weights_in(folder: FilePath) -> list[str]:
 def _names(
     model: Transformer, leaves: Sequence[Leaf], family: str, failure: str
 ) -> dict[Path, TensorName]:
-    """Return each array's tensor name in a family, by path."""
+    """Return each array's tensor name in a family, by path.
+
+    Raises:
+        FunctreeValueError: if the family's table does not name a whole tensor for an array.
+        FunctreeValueError: if a row of the table names no array.
+    """
     table = families[family][1](model.config, ())
     named, problems = names_of(leaves, table, failure)
     names = {path: name.name for path, name in named.items()}
@@ -145,7 +152,8 @@ def _names(
                 f'the table of `ft.nn.families["{family}"]` does not name a whole tensor for this '
                 "array"
             )
-            problems.append(leaf.problem(why, "add a name, which may end with `.T`"))
+            remedy = "give the array a tensor name in the table; only `.T` may follow the name"
+            problems.append(leaf.problem(why, remedy))
     if problems:
         raise FunctreeValueError(failure, problems)
     return names
@@ -154,7 +162,7 @@ def _names(
 def _files(leaves: Sequence[Leaf]) -> dict[str, list[Leaf]]:
     """Divide the arrays into files.
 
-    Each file has at most `MOST_BYTES`, or a single array.
+    Each file has at most `MOST_BYTES` bytes, unless it contains a single, larger array.
     """
     groups: list[list[Leaf]] = [[]]
     size = 0
@@ -173,7 +181,7 @@ def _files(leaves: Sequence[Leaf]) -> dict[str, list[Leaf]]:
 
 
 def _tensors(leaves: Sequence[Leaf], names: Mapping[Path, TensorName]) -> dict[str, np.ndarray]:
-    """Gather the tensors of some arrays, by name. All processes but the first return none."""
+    """Gather arrays as tensors, by name. Only the first process returns any tensors."""
     tensors: dict[str, np.ndarray] = {}
     for leaf in leaves:
         name = names[leaf.path]
@@ -198,7 +206,7 @@ def as_published(array: np.ndarray, axes: Sequence[str | None], name: TensorName
 
 
 def _on_host(array: jax.Array | np.ndarray) -> np.ndarray:
-    """Gather a whole array in the memory of each process."""
+    """Gather an array into the host memory of each process."""
     if isinstance(array, np.ndarray):
         return array
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))
@@ -214,21 +222,21 @@ def _layers(array: jax.Array | np.ndarray) -> Iterator[jax.Array | np.ndarray]:
         return
     array = on_device(array)
     if isinstance(array.sharding, NamedSharding):
-        # The layers' dimension may be sharded, and JAX cannot slice it on Explicit mesh axes.
+        # JAX cannot slice a dimension that is sharded over Explicit mesh axes.
         spec = PartitionSpec(None, *of_rank(array.sharding.spec, array.ndim)[1:])
         array = with_sharding(jnp.asarray, array.sharding.update(spec=spec), array)
     for i in range(array.shape[0]):
         yield _layer(array, i)
 
 
-# The index is an array, so that one program serves all layers.
+# The index is traced, so that one compiled program serves all layers.
 @jax.jit
 def _layer(array: jax.Array, i: int) -> jax.Array:
     return lax.dynamic_index_in_dim(array, i, keepdims=False)
 
 
 def _index(files: Mapping[str, Sequence[Leaf]], names: Mapping[Path, TensorName]) -> dict[str, Any]:
-    """Map each tensor to its file, in the format of Hugging Face's readers."""
+    """Return the content of the index, in Hugging Face's format: the file of each tensor."""
     file_of: dict[str, str] = {}
     size = 0
     for file, leaves in files.items():
@@ -279,11 +287,12 @@ def _config(family: str, config: TransformerConfig) -> dict[str, Any]:
 # Fields of layers that do not affect the result, or that users choose when they load weights, such
 # as the dtype of activations and the capacity of experts.
 _FREE = ("axes", "axis", "compute_dtype", "dispatch", "capacity")
-# Fields of these kinds in the config, and the fields that every family supports.
+# Fields of the config that users choose when they load weights, or that every family supports.
 _NOT_COMPARED = (*CHOSEN, "param_dtype", "hidden", "expert_hidden")
 _HEADLINE = "save_weights: no published family computes the same function as this model"
-_OPTIONS = "use the options of one of these families, or save any model with `ft.save`"
-_REPLACE = "replace this part with the family's array or layer, for example with `ft.select`"
+_PUBLISHED = "a published model with this config has"
+_OPTIONS = "use options that one of these families supports, or save the model with `ft.save`"
+_REPLACE = "use `ft.select` to replace this part with the published model's array or layer"
 _PLAIN = (
     "if the function is equivalent to `jax.nn.dot_product_attention`, move the arrays into a model "
     'with `attention="auto"`: `plain = ft.abstract(ft.nn.Transformer.create)(dataclasses.replace('
@@ -293,16 +302,18 @@ _PLAIN = (
 
 
 def family_of_model(model: Transformer) -> str:
-    """Find the family whose models compute the same function as a model.
+    """Find the first family that performs the same computation as a model.
 
-    The files hold arrays, sizes and numbers. Everything else is compared: the class of each layer,
-    which arrays exist, their shapes and kinds of dtype, and the numbers in the layers.
+    The files contain only the config and the arrays. The rest of the model must equal a published
+    model with this config: the class of each layer, the numbers in the layers, and the paths and
+    shapes of the arrays. The arrays must have a floating-point dtype.
 
     Raises:
-        FunctreeError: if there is no such family. The error lists all parts that differ, by path.
+        FunctreeError: if no family supports the config. The error lists the fields that differ.
+        FunctreeError: if parts of the model differ. The error lists these parts, by path.
     """
     config = model.config
-    # A subclass may compute different frequencies. It is reported by its path.
+    # A subclass may compute different frequencies. `_differences` reports it with its path.
     if type(config.rope_scaling) is not Llama3Rope:
         config = dataclasses.replace(config, rope_scaling=None)
     name = _by_config(config)
@@ -314,8 +325,15 @@ def family_of_model(model: Transformer) -> str:
 
 
 def _by_config(config: TransformerConfig) -> str:
-    """Find the first family whose `config.json` is read back as the same config."""
-    differ: list[list[Problem]] = []  # for each family
+    """Find the first family that can store a config in `config.json`.
+
+    Reading the stored fields back must give an equal config, except for `_NOT_COMPARED`.
+
+    Raises:
+        FunctreeValueError: if there is no such family. The error lists the differences from
+            the families that differ in the fewest fields.
+    """
+    differ: list[list[Problem]] = []  # one list for each family
     for family in families:
         read, found = understood(family, _config(family, config))
         if read.problems:  # for example, the number of experts is missing
@@ -335,11 +353,11 @@ def _by_config(config: TransformerConfig) -> str:
 
 
 def _differences(given: object, published: object, keys: Keys) -> Iterator[Problem]:
-    """Yield the differences between a part of a model and the same part of a published one."""
+    """Yield the differences between a part of a model and the same part of a published model."""
     if isinstance(published, eqx.Module):
         # A subclass may compute a different result, as may another layer with the same arrays.
         if type(given) is not type(published):
-            why = f"the family has functree's {_text(published)} at this path"
+            why = f"{_PUBLISHED} functree's {_text(published)} at this path"
             yield Problem(Path(keys), None, _text(given), why, _REPLACE)
             return
         for field in dataclasses.fields(published):
@@ -349,30 +367,30 @@ def _differences(given: object, published: object, keys: Keys) -> Iterator[Probl
     elif is_array(published):
         yield from _differences_of_array(given, published.shape, keys)
     elif keys[-1] == "attention":
-        # A name stands for one computation, whatever the kernel.
+        # All kernels that have a name perform the same computation.
         if not isinstance(given, str):
-            yield Problem(Path(keys), None, _text(given), "no family has this function", _PLAIN)
+            why = "no published family uses this attention function"
+            yield Problem(Path(keys), None, _text(given), why, _PLAIN)
     elif is_array(given) or isinstance(given, eqx.Module) or given != published:
-        why = f"the family has {_text(published)} at this path, according to the config"
+        why = f"{_PUBLISHED} {_text(published)} at this path"
         yield Problem(Path(keys), None, _text(given), why, _REPLACE)
 
 
 def _differences_of_array(given: object, shape: tuple[int, ...], keys: Keys) -> Iterator[Problem]:
-    """Yield the problem of a value where a published model has an array."""
+    """Yield a problem if a value does not match a published model's array at the same path."""
     if not is_array(given):
-        yield Problem(
-            Path(keys), None, _text(given), "the family has an array at this path", _REPLACE
-        )
+        why = f"{_PUBLISHED} an array at this path"
+        yield Problem(Path(keys), None, _text(given), why, _REPLACE)
     elif given.shape != shape:
-        why = f"the family has the shape {shape} at this path"
+        why = f"{_PUBLISHED} an array of shape {shape} at this path"
         yield Problem(Path(keys), None, shown(given), why, _REPLACE)
     elif str(given.dtype) not in DTYPES.values():
-        # Integers, for example, which readers would load without their scales.
+        # For example, readers would load quantized integers without their scales.
         why = f"the dtype must be one of {', '.join(DTYPES.values())}"
-        remedy = 'convert it: `jax.tree.map(lambda x: x.astype("float32"), model)`'
+        remedy = 'convert the arrays: `jax.tree.map(lambda x: x.astype("float32"), model)`'
         yield Problem(Path(keys), None, shown(given), why, remedy)
 
 
 def _text(value: object) -> str:
-    """Format a layer as its class, and any other value as itself."""
+    """Format a layer as the name of its class, and any other value with `shown`."""
     return type(value).__name__ if isinstance(value, eqx.Module) else shown(value)
