@@ -314,7 +314,9 @@ def test_cast(tmp_path: Path) -> None:
     np.testing.assert_array_equal(wide, narrow.astype(np.float32))
     like = abstract("float16", x=(3,))
     with warns(
-        "a.safetensors: 1 array", "`x` lost 1 of 3 (bfloat16 to float16)", "in `like` the dtype"
+        "a.safetensors: 1 array",
+        "`x` lost 1 of 3 (bfloat16 to float16)",
+        "in `like`, give these arrays the dtypes",
     ):
         ft.load_tensors(file, like, {"x": "w"}, P(), MESH, cast=True)
     with raises("JAX does not support float64 without `jax_enable_x64`"):
