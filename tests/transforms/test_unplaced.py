@@ -117,3 +117,14 @@ def test_each_array_for_itself() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             f(WHOLE, x, y, np.float32(3))
+
+
+@pytest.mark.parametrize("whole", [WHOLE, TYPED], ids=["Auto", "Explicit"])
+def test_rules_place_it_on_the_mesh_of_the_others(whole: Layer) -> None:
+    def given(m: Layer, x: Float[Array, "batch embed"]) -> Any:
+        return x
+
+    run = ft.jit(given, rules=RULES)
+    for x in (X, jnp.asarray(X)):
+        placed = run(whole, x)
+        assert placed.sharding.shard_shape(placed.shape) == (32, 4)
