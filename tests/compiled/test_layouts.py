@@ -277,6 +277,15 @@ def test_expressions_of_unusual_source():
     assert row.expression.startswith("jnp.tanh( x + 1.0") and row.expression.endswith("…")
 
 
+def test_an_operation_that_a_result_lays_out_has_this_origin():
+    specs: Any = (P("model"), P(None, "data"))
+    layouts = ft.layouts(
+        lambda x, y: (jnp.sin(x), jnp.cos(y)), X, X, out_shardings=specs, mesh=MESH
+    )
+    [sine], [cosine] = rows_of(layouts, "sine"), rows_of(layouts, "cosine")
+    assert sine.origins == {"model": "result.0"} and cosine.origins == {"data": "result.1"}
+
+
 def test_a_value_that_is_returned_twice():
     specs: Any = (P("model"), P("data"))
     layouts = ft.layouts(twice, X, in_shardings=P("data"), out_shardings=specs, mesh=MESH)

@@ -121,7 +121,8 @@ def test_pages_and_json(ranking: ft.Ranking) -> None:
     fragment = ranking._repr_html_()
     assert "<html" not in fragment and "Cannot run" in fragment
     data = json.loads(ranking.to_json())
-    assert data["functree"] == "ranking" and data["hardware"]["links"] == 1e8
+    assert (data["functree"], data["format"]) == ("ranking", 1)
+    assert data["hardware"]["links"] == 1e8
     first = data["rows"][0]
     assert first["wire_bytes"] == {"model": 6144} and first["score"] == ranking[0].score
     assert data["rows"][-1]["problems"][0]["path"] == "layer.up"

@@ -330,6 +330,7 @@ def test_one_array_at_two_places(tmp_path: Path) -> None:
     ft.save(tmp_path / "apart", {"a": w, "b": w + 1})
     assert ft.inspect(tmp_path / "tied")["b"].same_as == ft.Path("a")
     assert ft.inspect(tmp_path / "tied").total_bytes == w.nbytes
+    assert str(ft.inspect(tmp_path / "tied")).splitlines()[2].endswith(" 0 B")
     tied = ft.restore(tmp_path / "tied", {"a": w, "b": w})
     assert tied["a"] is tied["b"]
     abstract = S(w.shape, w.dtype, sharding=w.sharding)

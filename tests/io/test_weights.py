@@ -323,6 +323,12 @@ def test_an_index_that_is_none(text: str, copied: Path) -> None:
         load(copied)
 
 
+@pytest.mark.parametrize("wrong", ["int32", "fp32", 3])
+def test_a_dtype_that_weights_cannot_have(wrong: Any) -> None:
+    with raises(f"param_dtype={wrong!r}"):
+        load(MODELS / "llama", param_dtype=wrong)
+
+
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with raises("`safetensors` is not installed: run `pip install 'functree[weights]'`"):

@@ -120,6 +120,17 @@ def test_of_one_array_alone_nothing_is_told():
     assert not told_of(optax.clip_by_block_rms(1.0), only)
 
 
+def gathered(grads: Any, state: Any, params: Any = None) -> Any:
+    """An update with an operation whose dimension numbers are no pair of contracted ones."""
+    return jax.tree.map(lambda g: g - g[..., jnp.array([0])], grads), state
+
+
+def test_an_update_that_gathers_can_be_tried():
+    tx = optax.GradientTransformation(lambda params: optax.EmptyState(), gathered)
+    assert not told_of(tx)
+    assert "`blocks.layer.scale`" in told_of(optax.chain(tx, optax.lamb(1e-3)))[0]
+
+
 def test_random_numbers_are_no_difference_and_hide_none():
     assert not told_of(optax.add_noise(1.0, 0.5, 0))
     assert told_of(optax.chain(optax.add_noise(1.0, 0.5, 0), optax.lamb(1e-3)))
