@@ -340,10 +340,10 @@ def no_file(name: str) -> Change:
     return replace
 
 
-HEAD = "the stored header of w "
+HEAD = "the stored header of `w` "
 VALUES_FILES: dict[str, tuple[Change, str]] = {
-    "huge parts": (in_parts(10**6, 10**6), f"{HEAD}has shape [4, 8] in chunks of [1000000"),
-    "parts of nothing": (in_parts(0, 8), f"{HEAD}has shape [4, 8] in chunks of [0, 8]"),
+    "huge parts": (in_parts(10**6, 10**6), f"{HEAD}has shape [4, 8] and chunk shape [1000000"),
+    "parts of nothing": (in_parts(0, 8), f"{HEAD}has shape [4, 8] and chunk shape [0, 8]"),
     "parts of other rank": (in_parts(4), f"{HEAD}cannot be read: "),
     "deep": (in_head(lambda head: DEEP), f"{HEAD}cannot be read: {TOO_DEEP}"),
     "a dtype that nobody knows": (in_head(lambda head: head | {"data_type": "x"}), "data_type"),

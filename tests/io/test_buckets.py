@@ -121,9 +121,7 @@ def test_the_checkpoints_of_a_run(run: str, emulator: Emulator) -> None:
     assert checkpoints.steps == (20, 21)
     assert {name.partition("/")[0] for name in below(emulator, run)} == {"20", "21"}
     assert value(ft.Checkpoints(run).restore(tree(), 20)) == 20
-    with raises(
-        f"{run} is not a checkpoint: it has a checkpoint for each step of a run", f"{run}/21"
-    ):
+    with raises(f"{run} is not a checkpoint: it contains the checkpoints of a run", f"{run}/21"):
         ft.restore(run, tree())
     with raises(f"{run}/none is not a checkpoint: the folder does not exist"):
         ft.inspect(f"{run}/none")
@@ -222,7 +220,7 @@ def test_of_two_writers_one_wins(kind: str, overwrite: bool, run: str, tmp_path:
         ft.save(run if kind == "bucket" else folder.path, {"n": np.arange(2)})
     first, second = begun(folder, overwrite), begun(folder, overwrite)
     first.commit(manifest(first.name))
-    with raises("another process saved a checkpoint there first"):
+    with raises("another process was the first to save a checkpoint to "):
         second.commit(manifest(second.name))
     second.discard()
     first.discard()
@@ -237,7 +235,7 @@ def test_a_writer_that_was_asleep_for_a_day(kind: str, run: str, tmp_path: Path)
     ft.save(run if kind == "bucket" else folder.path, {"n": np.arange(2)})
     before = read_manifest(folder), sorted(folder.names())
     draft = begun(folder, True)
-    with later(24.5), raises("the save began more than a day ago", "save again"):
+    with later(24.5), raises("began more than 24 hours ago", "save again"):
         draft.commit(manifest(draft.name))
     draft.discard()
     assert (read_manifest(folder), sorted(folder.names())) == before
@@ -269,7 +267,7 @@ ADDRESSES = {
     "s3://bucket/run": [
         "s3://bucket/run cannot be used",
         "orbax",
-        "reaches only buckets at `gs://`",
+        "can access only `gs://` buckets",
     ],
     "GS://bucket/run": ["GS://bucket/run cannot be used"],
     "gs:/bucket/run": [

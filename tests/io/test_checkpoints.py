@@ -166,7 +166,7 @@ def without(name: str, **others: Any) -> dict[str, Any]:
 
 
 NOT_SAVED = "is in `like`, but was not saved"
-NOT_IN_LIKE = "was saved, but `like` has no such array"
+NOT_IN_LIKE = "was saved, but is not in `like`"
 # The tree that restores ─► the paths that differ, each with the reason; and the options with which
 # the tree is restored (None: with no options).
 DIFFERENCES: dict[str, tuple[Any, dict[str, str], dict[str, Any] | None]] = {
@@ -197,7 +197,7 @@ DIFFERENCES: dict[str, tuple[Any, dict[str, str], dict[str, Any] | None]] = {
     ),
     "raw key": (
         without("key", key=jnp.zeros(2, jnp.uint32)),
-        {"key": "was saved as key<fry>: random keys are not numbers"},
+        {"key": "was saved as key<fry>: random keys cannot be converted to or from numbers"},
         None,
     ),
     "everything": (
@@ -257,10 +257,10 @@ def test_the_text_of_what_differs(tmp_path: Path) -> None:
       was saved as f32
 
   b   i32[4]
-      was saved, but `like` has no such array
+      was saved, but is not in `like`
 
-Try: restore the other leaves, and take these leaves from `like`, \
-with only=~(ft.glob("b") | ft.glob("bias") | ft.glob("w"))
+Try: to restore only the other leaves, pass \
+only=~(ft.glob("b") | ft.glob("bias") | ft.glob("w"))
      pass cast=True to convert it to bf16"""
     )
 
@@ -347,7 +347,9 @@ def test_one_array_at_two_places(tmp_path: Path) -> None:
     apart = ft.restore(tmp_path / "tied", {"a": w, "b": w + 1})
     assert not buffers(apart["a"]) & buffers(apart["b"]) and bits(apart["b"]) == bits(w)
     with raises(
-        "b   f32[1024]", "is the same array as `a` in `like`, but two arrays were saved", "ft.copy"
+        "b   f32[1024]",
+        "is the same array as `a` in `like`, but different arrays were saved",
+        "ft.copy",
     ):
         ft.restore(tmp_path / "apart", {"a": w, "b": w})
 
@@ -371,7 +373,7 @@ def test_without_digests(tmp_path: Path) -> None:
     assert_same(found, tied)
     assert found["a"] is found["b"]
     ft.save(tmp_path / "apart", {"a": w, "b": w + 1}, verify=False)
-    with raises("is the same array as `a` in `like`, but two arrays were saved"):
+    with raises("is the same array as `a` in `like`, but different arrays were saved"):
         ft.restore(tmp_path / "apart", {"a": w, "b": w}, verify=False)
 
 
@@ -411,7 +413,7 @@ def test_float64_that_jax_does_not_have(tmp_path: Path) -> None:
     with lacking:
         ft.restore(tmp_path / "wide", like, ft.P(), MESH)
     with jax.enable_x64(True):
-        with raises("w was read as float32", "for the whole process", error=ft.CheckpointError):
+        with raises("`w` was read as float32", "for the whole process", error=ft.CheckpointError):
             ft.restore(tmp_path / "wide", like, ft.P(), MESH)
         free = {"w": jnp.ones(4, jnp.float64)}  # to be on any device: it is read by numpy
     with lacking:
@@ -496,7 +498,7 @@ def test_after_surgery_the_rest_is_restored(trained: tuple[Path, Any]) -> None:
 
     like = ft.init(create, ft.AxisRules({**TENSOR, ...: None}), MESH)(jax.random.key(5))
     with raises(
-        "exclude these leaves with `only=`: they then come from `like`",
+        "pass `only=` with a filter that excludes these leaves",
         error=ft.CheckpointError,
     ):
         ft.restore(path, like)
@@ -517,7 +519,7 @@ def test_an_overwritten_checkpoint_stays_if_the_disk_changes_new_values(
     tree = {"w": jnp.ones(2), "b": jnp.ones(3)}
     ft.save(tmp_path / "c", tree)
     monkeypatch.setattr(write, "load_arrays", changed)
-    why = "the values of w on the disk differ from the saved values"
+    why = "the values of w on the disk differ from the values in memory"
     with raises(why, error=ft.CheckpointError):
         ft.save(tmp_path / "c", jax.tree.map(jnp.zeros_like, tree), overwrite=True)
     assert_same(ft.restore(tmp_path / "c", tree), tree)

@@ -67,7 +67,7 @@ def test_which_are_kept(tmp_path: Path) -> None:
     again = ft.Checkpoints(tmp_path)
     assert again.steps == (20, 21) and "2 steps, latest 21" in repr(again)
     with raises(
-        "it has a checkpoint for each step of a run: pass the folder of one step, such as ", "/21"
+        "it contains the checkpoints of a run: pass the folder of one step, such as ", "/21"
     ):
         ft.inspect(tmp_path)
 

@@ -112,7 +112,7 @@ def test_the_remedy_of_what_only_one_side_has(what: str, alone: str, tmp_path: P
         found = ft.restore(tmp_path / "c", like, only=MATCHING[what])
         assert np.array_equal(found["model"][0].weight, np.ones((2, 4)))
         return
-    with raises("take these leaves from `like`, with only=", error=ft.CheckpointError) as caught:
+    with raises("to restore only the other leaves, pass only=", error=ft.CheckpointError) as caught:
         ft.restore(tmp_path / "c", like, only=MATCHING[what])
     (written,) = re.findall("only=(.*)", str(caught.value))
     names = {**vars(ft), "ft": ft, "re": re, "Base": Base, "Up": Up, "Down": Down}

@@ -38,7 +38,8 @@ FIGURES = [
     ("docs/several-hosts.md", "A process that has waited for a minute", LONG, 60),
     ("docs/testing.md", "the first {} iterations", KEPT_ITERATIONS, 1),
     ("docs/weights.md", "are split into files of {} GB", MOST_BYTES, 10**9),
-    ("functree/io/checkpoints/folder.py", "is removed after a day", DAY, 24 * 3600),
+    ("functree/io/checkpoints/folder.py", "began more than {} hours ago may", DAY, 3600),
+    ("functree/io/checkpoints/folder.py", "once they are {} hours old", DAY + 3600, 3600),
 ]
 
 

@@ -1,11 +1,12 @@
 """Orbax writes arrays by name to files, and reads them back.
 
-Random keys are stored as words. Arrays with a dtype that zarr lacks are stored as bytes. An array
-and its stored form have the same bits in the same order, and therefore the same digest.
+Random keys are stored as unsigned integers. Arrays with a dtype that zarr lacks are stored as
+bytes. An array and its stored form have the same bits in the same order, and therefore the same
+digest.
 
 Before orbax reads arrays, their headers are compared with the manifest, since tensorstore trusts
-headers. Tensorstore allocates chunks of any size, and parses nested JSON recursively. Either may
-crash the process, which no `except` can prevent.
+headers. It allocates chunks of the size in the header, and parses nested JSON recursively. A
+damaged header could therefore crash the process, which no `except` can prevent.
 """
 
 import math
@@ -32,18 +33,18 @@ from functree.tree.arrays import bits, is_key, keys_of, on_device, unsigned, wit
 
 StoredArray = jax.Array | np.ndarray
 
-# Not with `|`, where `pyright --verifytypes` would find type arguments of `jax.ShapeDtypeStruct`.
+# `Union`, since `pyright --verifytypes` reports type arguments of `jax.ShapeDtypeStruct` with `|`.
 Target = Union[jax.ShapeDtypeStruct, np.ndarray]  # noqa: UP007
-"""Target of a read: a JAX array with this sharding, or a NumPy array."""
+"""Target of a read: the shape, dtype and sharding of a JAX array, or a NumPy array."""
 
 
 class Response(Protocol):
     """Save that runs in the background."""
 
     def result(self, timeout: float | None = None) -> None:
-        """Wait until the save has ended, for at most `timeout` seconds.
+        """Wait at most `timeout` seconds for the save to end.
 
-        Raise the save's error, or TimeoutError if the save is still running.
+        Raise the save's error if the save failed, or TimeoutError if it is still running.
         """
 
 
@@ -56,8 +57,8 @@ def is_done(running: Response) -> bool:
     try:
         running.result(timeout=seconds)
     except TimeoutError:
-        # Orbax also raises TimeoutError in the background if it has waited too long. In that case,
-        # fewer than `seconds` have passed here.
+        # The save itself fails with TimeoutError if orbax has waited too long. In that case,
+        # `result` raises the error before `seconds` have passed.
         if time.monotonic() - start < seconds:
             raise
         return False
@@ -82,7 +83,7 @@ def start_saving(folder: Path, arrays: Mapping[str, StoredArray]) -> Response:
 
 
 _SAVES: list[Response] = []
-# Set once a save has failed. Orbax's threads may then still wait for other processes.
+# Set once a save has failed. After that, orbax's threads may still wait for other processes.
 _FAILED = threading.Event()
 
 
@@ -106,11 +107,11 @@ def _watch() -> ThreadPoolExecutor:
         An executor whose thread ends with the program. The cache keeps it alive until then.
     """
     executor = ThreadPoolExecutor(1)
-    # At the end of a program, Python asks the threads of all executors to end, and waits for them,
-    # including orbax's. `atexit` functions run only afterwards. The thread is started here, since a
-    # program that is ending cannot start threads.
+    # At the end of a program, Python signals the threads of all executors, including orbax's, to
+    # end, and waits for them. `atexit` functions run only afterwards. Both threads are started
+    # here, since a program that is ending cannot start threads.
     worker = executor.submit(threading.current_thread).result()
-    # Not a daemon: Python must wait for this thread before JAX disconnects from the other
+    # This thread is not a daemon: Python must wait for it before JAX disconnects from the other
     # processes, since two threads must not disconnect at once.
     threading.Thread(
         target=_end_saves, args=(worker,), name="functree checkpoint", daemon=False
@@ -121,9 +122,9 @@ def _watch() -> ThreadPoolExecutor:
 def _end_saves(worker: threading.Thread) -> None:
     """Stop saves that still wait for other processes at the end of the program.
 
-    Otherwise, their threads would wait for minutes for a process that could not write, and Python
-    would wait for the threads. By then, the other processes have ended, and JAX would end all
-    processes with an error.
+    Otherwise, the saves' threads would wait for minutes for a process that could not write, and
+    Python would wait for these threads. Meanwhile, the other processes would reach their ends, and
+    JAX would end all processes with an error.
     """
     worker.join()
     if any(map(_is_running, _SAVES)) or _FAILED.is_set():
@@ -136,15 +137,16 @@ def load_arrays(folder: Path, targets: Mapping[str, Target]) -> dict[str, Stored
     """Read some of the arrays in a folder.
 
     Args:
-        folder: the folder.
+        folder: the folder with the values.
         targets: for each array, a `jax.ShapeDtypeStruct` with a sharding, or a NumPy array.
 
     Returns:
-        JAX arrays with these shardings, and NumPy arrays.
+        The arrays by name: JAX arrays with the targets' shardings, and NumPy arrays.
 
     Raises:
         CheckpointError: if an array's header cannot be read.
-        CheckpointError: if an array's shape in the files differs from its target's shape.
+        CheckpointError: if the shape in an array's header differs from its target's shape.
+        CheckpointError: if the chunk shape in an array's header does not fit its target's shape.
         CheckpointError: if the folder contains a pipe or another special file.
     """
     orbax = import_orbax()
@@ -154,7 +156,7 @@ def load_arrays(folder: Path, targets: Mapping[str, Target]) -> dict[str, Stored
     context = _context(orbax)
     context.memory.read_concurrent_bytes = _most_bytes(targets)
     # Each process reads without waiting for the others, so that an error in one process does not
-    # hang the others.
+    # block the others.
     own = orbax.multihost.process_index()
     context.multiprocessing.active_processes = {own}
     context.multiprocessing.primary_host = own
@@ -163,23 +165,28 @@ def load_arrays(folder: Path, targets: Mapping[str, Target]) -> dict[str, Stored
 
 
 def _check_heads(folder: Path, targets: Mapping[str, Target]) -> None:
-    """Raise CheckpointFileError if a header differs from its target, or cannot be read.
+    """Compare the headers of stored arrays with their targets.
 
-    An entry of the folder that is neither a file nor a folder is an error too.
+    Raises:
+        CheckpointFileError: for the reasons that `load_arrays` lists.
     """
     tensorstore: Any = import_extra("tensorstore", "checkpoint")
     for base in _databases(folder):
         store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
         reads = {name: store.read(f"{name}/zarr.json") for name in targets}
         for name, read in reads.items():
-            # A missing array has no header. Orbax reports the array.
+            # A missing array has no header, and orbax reports that it is missing.
             if text := read.result().value:
                 _check_head(name, text, targets[name].shape)
 
 
 def _databases(folder: Path) -> list[dict[str, str]]:
-    """Return the tensorstore specs of the databases with the arrays."""
-    # A bucket has only objects, and orbax makes one database there.
+    """Return the tensorstore specs of the databases that contain the arrays.
+
+    Raises:
+        CheckpointFileError: if the folder contains a pipe or another special file.
+    """
+    # A bucket contains only objects. In a bucket, orbax creates a single database.
     if is_in_bucket(folder):
         return [store_spec(folder / "state")]
     for inside, _, names in os.walk(folder):
@@ -199,11 +206,13 @@ def _check_head(name: str, text: bytes, shape: Sequence[int]) -> None:
         sizes = list(zip(chunk, shape, strict=True))
         fits = found == list(shape) and all(0 < part <= max(size, 1) for part, size in sizes)
     except (ValueError, LookupError, TypeError) as error:
-        raise CheckpointFileError(f"the stored header of {name} cannot be read: {error}") from error
+        raise CheckpointFileError(
+            f"the stored header of `{name}` cannot be read: {error}"
+        ) from error
     if not fits:
         raise CheckpointFileError(
-            f"the stored header of {name} has shape {value_text(found)} in chunks of "
-            f"{value_text(chunk)}, but the manifest has shape {list(shape)}"
+            f"the stored header of `{name}` has shape {value_text(found)} and chunk shape "
+            f"{value_text(chunk)}, which do not fit the array's shape {list(shape)} in the manifest"
         )
 
 
@@ -211,13 +220,14 @@ def check_dtypes(arrays: Mapping[str, StoredArray], targets: Mapping[str, Target
     """Check the dtypes of the arrays that were read.
 
     Raises:
-        CheckpointError: if a dtype is wrong because orbax's threads have a different configuration.
+        CheckpointError: if an array's dtype differs from its target's dtype, because orbax's
+            threads have a different JAX configuration.
     """
     # Orbax casts silently. The digest would only report that the data have changed.
     for name, array in arrays.items():
         if array.dtype != targets[name].dtype:
             raise CheckpointError(
-                f"{name} was read as {array.dtype} instead of {targets[name].dtype}, since "
+                f"`{name}` was read as {array.dtype} instead of {targets[name].dtype}, since "
                 "`jax.enable_x64` does not apply to orbax's threads: set `jax_enable_x64` for the "
                 "whole process"
             )
@@ -238,7 +248,7 @@ def _context(orbax: Any) -> Any:
     context.array.saving.enable_write_sharding_file = False
     # If a program ends while orbax creates folders in the background, orbax's other threads wait
     # for minutes. With several processes, `_end_saves` ends that wait. If orbax created folders in
-    # the foreground, all processes would wait for a process that cannot create its own.
+    # the foreground, all processes would wait for a process that cannot create its folders.
     context.asynchronous.create_directories_asynchronously = jax.process_count() > 1
     # Without this option, orbax refuses to read only some of the arrays.
     context.pytree.loading.partial_load = True
@@ -248,11 +258,12 @@ def _context(orbax: Any) -> Any:
 def _most_bytes(targets: Mapping[str, Target]) -> int:
     """Return how many bytes to read at once.
 
-    The limit is a fifth of a process's share of all bytes, but at least the largest array.
+    The limit is a fifth of a process's share of all bytes, but at least 1 MiB more than the largest
+    array.
 
     Until an array is on its device, it is in memory twice. Without a limit, half of all bytes would
-    be in memory twice. A lower limit is slower, since orbax wakes all waiting reads whenever one
-    ends.
+    be in memory twice. With a lower limit, reading is slower, since orbax wakes all waiting reads
+    whenever a read ends.
     """
     sizes = [math.prod(target.shape) * target.dtype.itemsize for target in targets.values()]
     return max(sum(sizes) // (5 * jax.process_count()), max(sizes) + 2**20)
@@ -263,13 +274,14 @@ def _most_bytes(targets: Mapping[str, Target]) -> int:
 _AS_BYTES = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn", "float8_e4m3")
 
 NOT_STORED = ("int1", "uint1", "float6_e2m3fn", "float6_e3m2fn")
-"""Dtypes that JAX has, but XLA cannot convert to bytes."""
+"""Dtypes that JAX supports, but that XLA cannot convert to bytes."""
 
 
 def stored_form(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], np.dtype]:
     """Return an array's stored shape and dtype."""
     if is_key(dtype):
-        # A key's words are an additional dimension, whose size depends on the key's implementation.
+        # A key's integers form an additional dimension. Its size depends on the key's
+        # implementation.
         words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
         return words.shape, words.dtype
     if str(dtype) in _AS_BYTES:
@@ -284,7 +296,7 @@ def to_stored(value: jax.Array | np.ndarray | np.generic) -> StoredArray:
         return np.asarray(value).view(dtype)  # NumPy uses one byte per element anyway
     if value.dtype == dtype:
         return value
-    # Computed shard by shard on the array's devices, so that nothing is moved.
+    # Each device converts its own shard, so that no data are moved.
     return with_sharding(_to_stored, stored_sharding(value.sharding, len(shape)), on_device(value))
 
 
@@ -319,7 +331,7 @@ def _to_stored(value: jax.Array) -> jax.Array:
     return bits(value).astype(jnp.uint8)
 
 
-# Cached, since JAX compiles each new function again.
+# The returned function is cached, since JAX compiles each new function again.
 @cache
 def _reader(dtype: Any) -> Callable[[jax.Array], jax.Array]:
     """Return a function that converts stored arrays to a dtype."""

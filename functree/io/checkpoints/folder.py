@@ -1,15 +1,17 @@
-"""A checkpoint's folder holds a manifest, and a folder with the values of the arrays.
+"""A checkpoint's folder contains a manifest, and a folder with the values of the arrays.
 
-The folder is on a disk or in a bucket. The manifest is written last, and names the folder with the
-values. A folder without a manifest is therefore not a checkpoint, and replacing the manifest
+A checkpoint is on a disk or in a bucket. The manifest is written last, and names the folder with
+the values. A folder without a manifest is therefore not a checkpoint, and replacing the manifest
 replaces the whole checkpoint. Anything that the manifest does not name is not part of the
 checkpoint.
 
-Tensorstore writes the manifest only if no other writer has written one since this writer began. On
-a disk, it locks a file, and syncs the file and its folder. A bucket compares generations.
+A writer replaces the manifest only if no other writer has done so since the writer began. To ensure
+this on a disk, tensorstore locks a file, and syncs the file and its folder. A bucket compares the
+generations of objects instead.
 
-A writer's folders have names with twelve random hexadecimal digits. If no manifest names such a
-folder, it is removed after a day. Files that functree did not write are never removed.
+A writer's folder of values has a name with twelve random hexadecimal digits. Folders that no
+manifest names are removed by later saves, once they are 25 hours old. A writer that began more than
+24 hours ago may no longer write its manifest. Files that functree did not write are never removed.
 """
 
 import os
@@ -45,12 +47,12 @@ _LONG_DEADLINE = 900.0
 
 
 class Found(NamedTuple):
-    """Manifest as it was read.
+    """Bytes and generation of a manifest, as they were read.
 
     Attributes:
-        data: its bytes; None if there is no manifest.
-        generation: an identifier, unique among all manifests ever written in the folder. Without a
-            manifest, it has a fixed value.
+        data: the bytes; None if there is no manifest.
+        generation: an identifier, unique among all manifests ever written in the folder. If there
+            is no manifest, the identifier has a fixed value.
     """
 
     data: bytes | None
@@ -60,11 +62,11 @@ class Found(NamedTuple):
 class Folder:
     """Folder in a file system that all processes share.
 
-    Its operations raise OSError, or a more specific CheckpointFileError.
+    Methods that fail raise OSError, or CheckpointFileError with a more specific message.
 
     Args:
-        path: the folder, for messages and orbax.
-        store: the `tensorstore.KvStore` of its contents.
+        path: the folder's path, for messages and orbax.
+        store: the `tensorstore.KvStore` of the folder's contents.
     """
 
     # `Any`, since tensorstore's types are unknown where it is not installed.
@@ -73,7 +75,7 @@ class Folder:
         self._store = store
 
     def at(self, name: str) -> "Folder":
-        """Return a folder inside this one."""
+        """Return the folder with a name inside this folder."""
         return Folder(self.path / name, self._store / f"{name}/")
 
     def read(self) -> Found:
@@ -90,10 +92,10 @@ class Folder:
         return Found(found.value if found.state == "value" else None, found.stamp.generation)
 
     def commit(self, text: str, generation: bytes) -> bool:
-        """Write the manifest atomically, if the current manifest has this generation.
+        """Write the manifest atomically, if the current manifest still has this generation.
 
         Returns:
-            Whether it was written: False if another writer was first.
+            Whether the manifest was written: False if another writer was first.
         """
         data = text.encode()
         if self._answer(self._store.write(MANIFEST, data, if_equal=generation)).generation:
@@ -110,14 +112,14 @@ class Folder:
         return os.listdir(self.path) if self.path.is_dir() else []
 
     def age(self, name: str) -> float:
-        """Return the seconds since a file or folder inside this one was last written."""
+        """Return the seconds since a file or folder inside this folder was last written."""
         try:
             return time.time() - os.lstat(self.path / name).st_mtime
         except FileNotFoundError:
             return 0.0  # another process has removed it
 
     def with_manifest(self, names: Sequence[str]) -> list[str]:
-        """Return the names of inner folders that have a manifest."""
+        """Return the names of those inner folders that contain a manifest."""
         return [name for name in names if (self.path / name / MANIFEST).is_file()]
 
     def obstacle(self) -> str:
@@ -126,7 +128,7 @@ class Folder:
         try:
             is_folder = stat.S_ISDIR(os.stat(self.path).st_mode)
         except OSError:
-            is_folder = not os.path.islink(self.path)  # there is nothing, or a broken link
+            is_folder = not os.path.islink(self.path)  # the path is missing, or is a broken link
         if is_folder:
             return ""
         if os.path.islink(self.path):
@@ -155,7 +157,7 @@ class Folder:
             os.rmdir(self.path)
 
     def check_reached(self) -> None:
-        """Raise OSError if this folder has become unreachable. Writers call this often."""
+        """Raise OSError if this folder has become unreachable. Writers call this method often."""
         # On a disk, writing raises the error.
 
     def _answer(self, future: Any, deadline: float | None = None) -> Any:
@@ -171,14 +173,14 @@ class Folder:
 
 
 class BucketFolder(Folder):
-    """Folder at an address in a bucket. The folder exists if it has contents.
+    """Folder at an address in a bucket. The folder exists if it contains an object.
 
     The inherited methods that call the operating system find nothing at such an address.
 
     Args:
         path: the address.
-        store: the `tensorstore.KvStore` of the contents.
-        files: an fsspec file system, which can list a single folder. Tensorstore cannot.
+        store: the `tensorstore.KvStore` of the folder's contents.
+        files: an fsspec file system. Unlike tensorstore, it can list a single folder.
     """
 
     def __init__(self, path: Any, store: Any, files: Any):
@@ -239,14 +241,14 @@ class BucketFolder(Folder):
 
 
 def files(failure: str) -> ForeignErrors:
-    """Convert errors in a block that reads or writes files into CheckpointFileError."""
+    """Return a context manager that converts errors of its block into CheckpointFileError."""
     return ForeignErrors(CheckpointFileError, failure)
 
 
-# A scheme has at least two letters, since a Windows drive has one.
+# A scheme has at least two letters. A single letter is a Windows drive.
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
-# `Path` removes a slash from an address. A folder may have a name like the result, but is unlikely
-# to begin with one of these schemes.
+# `Path` removes a slash from an address. A local path may look like the result, but is unlikely to
+# begin with one of these schemes.
 _BROKEN_ADDRESS = re.compile(r"(gs|gcs|s3|s3a|az|abfss?|hdfs|https?|file):/")
 _IN_BUCKET = re.compile(r"gs://[^/]+(/[^/]+)*/?")
 # Orbax and fsspec expand shell patterns and resolve dots, and tensorstore refuses line breaks.
@@ -257,26 +259,33 @@ def folder_at(path: str | os.PathLike[str]) -> Folder:
     """Return the folder of a checkpoint, or of a run's checkpoints.
 
     Raises:
-        CheckpointError: if the address is not in a bucket that orbax can reach.
-        CheckpointError: if the path cannot be made absolute.
-        FunctreeError: if the extra for checkpoints or buckets is not installed.
+        CheckpointError: if an address has a scheme other than `gs://`.
+        CheckpointError: if an address lacks a slash after its scheme.
+        CheckpointError: if a `gs://` address does not name a folder in a bucket.
+        CheckpointError: if a `gs://` address contains characters that orbax does not accept.
+        CheckpointError: if the bucket cannot be opened.
+        CheckpointError: if a local path cannot be made absolute.
+        FunctreeError: if the extra `checkpoint` is not installed.
+        FunctreeError: if the path is in a bucket, and the extra `gcs` is not installed.
     """
     text = os.fspath(path)
     if match := _ADDRESS.match(text):
         if match.group(1) == "gs":
             return _in_bucket(text)
         raise CheckpointError(
-            f"{text} cannot be used, since orbax reaches only buckets at `gs://`: use a `gs://` "
-            "address, or save to a shared file system, then copy the checkpoints"
+            f"{text} cannot be used, since orbax can access only `gs://` buckets: use a `gs://` "
+            "address, or save to a shared file system and copy the checkpoints"
         )
     if match := _BROKEN_ADDRESS.match(text):
         raise CheckpointError(
-            f"{text} lacks a slash, which `Path('{match.group(1)}://bucket')` removes: pass the "
-            "bucket's address as a string"
+            f"{text} lacks a slash, since `Path('{match.group(1)}://bucket')` removes one: pass "
+            "the bucket's address as a string"
         )
     tensorstore: Any = import_extra("tensorstore", "checkpoint")
-    with files(f"{text} cannot be found"):  # an unknown user, or the current folder was removed
-        # Absolute from the start, since a program may change its folder during a background write.
+    # The path cannot be found if `~user` is unknown, or if the working directory was removed.
+    with files(f"{text} cannot be found"):
+        # The path is made absolute now, since the program may change its working directory during
+        # a background write.
         found = Path(text).expanduser().absolute()
         return Folder(found, tensorstore.KvStore.open(store_spec(found)).result())
 
@@ -300,7 +309,7 @@ def _in_bucket(address: str) -> BucketFolder:
     path: Any = import_extra("etils.epath", "gcs").Path(address.rstrip("/"))
     with files(f"{address} cannot be opened"):
         store = tensorstore.KvStore.open(store_spec(path)).result()
-        # Without a cache, since other processes' writes must be visible at once.
+        # Listings are not cached, since other processes' writes must be visible at once.
         return BucketFolder(path, store, fsspec.filesystem("gs", use_listings_cache=False))
 
 
@@ -320,19 +329,19 @@ def is_in_bucket(path: object) -> bool:
 DAY = 24 * 3600.0
 """Seconds after which a writer may no longer write its manifest."""
 
-# Leftovers are removed an hour later. Until then, a writer that has just checked its clock can
-# write the manifest. Clocks may differ by up to an hour.
+# Leftovers are removed an hour later than that. In this hour, a writer that has just checked its
+# clock can write the manifest. The hour also covers differences between clocks.
 _REMOVED_AFTER = DAY + 3600.0
 
 BEGUN, FAILED = ".begun", ".failed"
-"""Suffixes of the files with which processes notify each other. The files are next to the values.
+"""Suffixes of the files with which processes notify each other.
 
-`BEGUN` means that the first process has begun to write here. `FAILED` means that a process could
-not write.
+The files are next to the folder with the values. `BEGUN` means that the first process has begun to
+write. `FAILED` means that a process could not write.
 """
 
-# The values, orbax's temporary folders, processes' notes, and the locks of earlier functree
-# versions. If a process is killed while it writes a manifest, tensorstore leaves
+# Names of folders with values, orbax's temporary folders, processes' notes, and lock files of
+# earlier functree versions. If a process is killed while it writes a manifest, tensorstore leaves
 # `functree.json.__lock`.
 _OWN = re.compile(
     rf"{VALUES}(\.orbax-checkpoint-tmp|\.begun|\.failed|\.lock|\.json)?|functree\.json\.__lock"
@@ -344,6 +353,8 @@ def read_manifest(folder: Folder) -> Manifest:
 
     Raises:
         CheckpointError: if the folder is not a checkpoint.
+        CheckpointError: if the manifest cannot be read.
+        CheckpointError: if the manifest is invalid, or has a newer format.
         CheckpointError: if the manifest has changed since it was written.
     """
     path = folder.path / MANIFEST
@@ -361,20 +372,19 @@ def _no_checkpoint(folder: Folder) -> str:
         return f"it is {obstacle}"
     names = folder.names()
     if any(map(_OWN.fullmatch, names)):
-        return f"it has no {MANIFEST}, so it is still being written, or its writer was stopped"
+        return f"it contains no {MANIFEST}, so its writer is still writing, or was stopped"
     if steps := steps_with_manifest(folder, named_steps(folder)):
         latest = folder.path / str(steps[-1])
         return (
-            "it has a checkpoint for each step of a run: pass the folder of one step, such as "
-            f"{latest}"
+            f"it contains the checkpoints of a run: pass the folder of one step, such as {latest}"
         )
     if names or os.path.isdir(folder.path):
-        return f"it has no {MANIFEST}"
+        return f"it contains no {MANIFEST}"
     return "the folder does not exist"
 
 
 def named_steps(folder: Folder) -> list[int]:
-    """Return the steps that have a folder, even if it holds no checkpoint."""
+    """Return the steps that have a folder, with or without a checkpoint, in ascending order."""
     steps: list[int] = []
     for name in folder.names():
         # `007`, or a 7 in another script's digits, would be the same step as `7`.
@@ -384,7 +394,7 @@ def named_steps(folder: Folder) -> list[int]:
 
 
 def steps_with_manifest(folder: Folder, steps: list[int]) -> list[int]:
-    """Return the steps that have a checkpoint, in ascending order."""
+    """Return those steps that have a checkpoint, in ascending order."""
     return sorted(map(int, folder.with_manifest(list(map(str, steps)))))
 
 
@@ -399,7 +409,7 @@ class Draft:
         name: the name of the new folder with the values.
 
     Raises:
-        CheckpointError: if the path holds something that must not be overwritten.
+        CheckpointError: if the path contains anything that must not be replaced.
         CheckpointError: if the folder cannot be created.
     """
 
@@ -418,21 +428,22 @@ class Draft:
         """Write the manifest, which completes the checkpoint.
 
         Raises:
-            CheckpointError: if another writer was first.
+            CheckpointError: if the save began more than 24 hours ago.
+            CheckpointError: if another writer was the first to write a manifest.
             CheckpointError: if the manifest cannot be written.
         """
         folder = self._folder
         with files(f"{folder.path} cannot be written"):
             if time.time() - self._began > DAY:
                 raise CheckpointFileError(
-                    f"{folder.path}: the save began more than a day ago, so another process may "
-                    "have removed its files: save again"
+                    f"the save to {folder.path} began more than 24 hours ago, so another process "
+                    "may have removed its files: save again"
                 )
             self._is_committed = True
             if not folder.commit(manifest.to_json(), self._generation):
                 self._is_committed = False
                 raise CheckpointFileError(
-                    f"{folder.path}: another process saved a checkpoint there first: save to "
+                    f"another process was the first to save a checkpoint to {folder.path}: save to "
                     "another path"
                 )
             folder.remove(f"{self.name}{BEGUN}")
@@ -443,8 +454,8 @@ class Draft:
     def discard(self) -> None:
         """Remove the written files, if possible."""
         folder = self._folder
-        # Anything that is left is swept after a day, including later writes by orbax's threads and
-        # other processes.
+        # Later saves remove any files that remain, including files that orbax's threads and other
+        # processes write afterwards.
         with suppress(CheckpointError), files("the written files cannot be removed"):
             if self._is_committed:
                 # Despite the error, the manifest may exist. In a bucket, it may still appear.
@@ -457,10 +468,13 @@ class Draft:
 
 
 def _replaceable(folder: Folder, overwrite: bool) -> Found:
-    """Read the manifest that a new manifest may replace. There may be none.
+    """Read the manifest that a new manifest may replace, if there is one.
 
     Raises:
-        CheckpointError: if the path holds something that a checkpoint must not replace.
+        CheckpointError: if the path is a file, or a link that does not lead to a folder.
+        CheckpointError: if the folder is a checkpoint, and `overwrite` is False.
+        CheckpointError: if functree did not write the folder's manifest.
+        CheckpointError: if the folder contains other files, and no checkpoint.
     """
     path = folder.path
     if obstacle := folder.obstacle():
@@ -477,8 +491,8 @@ def _replaceable(folder: Folder, overwrite: bool) -> Found:
         raise CheckpointFileError(
             f"{path} is already a checkpoint: save to another path, or pass `overwrite=True`"
         )
-    # Files of other writers are not an obstacle, even a manifest written just now: the first writer
-    # wins.
+    # Other writers' files cause no error here, not even a manifest written just now. The first
+    # writer to commit wins.
     others = [name for name in folder.names() if name != MANIFEST and not _OWN.fullmatch(name)]
     if others:
         raise CheckpointFileError(
@@ -489,8 +503,8 @@ def _replaceable(folder: Folder, overwrite: bool) -> Found:
 
 def is_foreign(folder: Folder) -> bool:
     """Return whether a folder has a manifest that functree did not write."""
-    # Compare the first bytes, since a manifest with later damage may be replaced. A manifest that
-    # another program has reformatted begins differently, but can still be read.
+    # Only the first bytes are compared, since a manifest that is damaged elsewhere may be replaced.
+    # A manifest that another program has reformatted begins differently, but can still be read.
     try:
         found = folder.read().data
         if found is None or found.startswith(BEGINNING):
@@ -502,7 +516,7 @@ def is_foreign(folder: Folder) -> bool:
 
 
 def _named(folder: Folder) -> str | None:
-    """Read the name of the folder with the values from a manifest.
+    """Read the name of the folder with the values from the manifest.
 
     The name is empty if there is no manifest, and None if the manifest is unreadable or names no
     folder.
@@ -517,7 +531,7 @@ def _named(folder: Folder) -> str | None:
 
 
 def _remove_values(folder: Folder, values: str) -> None:
-    """Remove a folder with values, and the files next to it."""
+    """Remove a folder with values, and the notes and locks next to it."""
     for name in folder.names():
         # A failed process's note stays, since other processes may look for it later.
         if name.startswith(values) and _OWN.fullmatch(name) and not name.endswith(FAILED):
@@ -525,7 +539,7 @@ def _remove_values(folder: Folder, values: str) -> None:
 
 
 def sweep(folder: Folder) -> bool:
-    """Remove writers' leftovers that are older than a day, and the folder if it is then empty.
+    """Remove writers' leftovers after 25 hours, and remove the folder if it becomes empty.
 
     Returns:
         Whether there may be leftovers that are too recent to remove.
@@ -546,7 +560,7 @@ def sweep(folder: Folder) -> bool:
 
 
 def remove_step(folder: Folder) -> None:
-    """Remove a step's checkpoint, manifest first, so that no process reads half a checkpoint."""
+    """Remove a step's checkpoint, manifest first, so that no process reads a partial checkpoint."""
     old = _named(folder)
     folder.write(MANIFEST, None)
     if old:

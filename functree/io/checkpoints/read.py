@@ -1,7 +1,6 @@
-"""`restore` reads a checkpoint into a tree like the saved one, with sharded arrays.
+"""`restore` reads a checkpoint's arrays into a tree like the saved one, and shards them.
 
-It first compares the manifest with the tree. One error lists all differences, before any array is
-read.
+Before it reads any array, it compares the manifest with the tree. One error lists all differences.
 """
 
 import json
@@ -70,8 +69,8 @@ class _Wanted(NamedTuple):
 
     Attributes:
         leaf: the array in `like`.
-        row: its row in the manifest.
-        sharding: the sharding that it is created with; None for a NumPy array or an uncommitted
+        row: the array's row in the manifest.
+        sharding: the sharding of the restored array; None for a NumPy array or an uncommitted
             array.
     """
 
@@ -81,12 +80,12 @@ class _Wanted(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name of the stored array."""
+        """The name of the stored array."""
         return str(self.row.same_as or self.row.path)
 
     @property
     def target(self) -> Any:
-        """Array, or description of an array, that the stored array is read into."""
+        """The target of `load_arrays` for the stored array."""
         shape, dtype = stored_form(self.row.shape, self.row.dtype)
         if self.sharding is None or not is_enabled(dtype):
             return np.empty(shape, dtype)
@@ -126,27 +125,41 @@ def restore(
 ) -> T:
     """Restore a saved tree. Its arrays are created sharded, on any number of devices.
 
+    One error lists all differences between the checkpoint and `like`, before any array is read.
+
     Args:
         path: the folder of the checkpoint, or its address in a bucket.
-        like: a tree like the saved one, which may be abstract. The result has the structure and the
-            static leaves of `like`.
+        like: a tree with the saved arrays' paths, shapes and dtypes. The tree may be abstract. The
+            result has the structure and the static leaves of `like`.
         layout: the layout of the tree. By default, each array is sharded as in `like`.
         mesh: a mesh, or None for the current mesh.
         only: a filter for the arrays to restore. All other arrays come from `like`, and are neither
             read nor compared. Classes and functions in the filter match only arrays in `like`. Each
-            pattern, class and function must match an array in the checkpoint or in `like`.
+            pattern, class and function in the filter must match an array in the checkpoint or in
+            `like`.
         cast: whether arrays are cast to the dtypes in `like`. A warning lists the paths of arrays
-            with values that the dtype cannot hold, such as 300.7 in int8. Rounding floats causes
-            no warning.
+            with values that the new dtype cannot hold, such as 300.7 in int8. Rounding floats
+            causes no warning.
         verify: whether the digests of the values are checked.
 
     Raises:
         CheckpointError: if `path` is not a checkpoint.
-        CheckpointError: if the arrays in the checkpoint and in `like` differ in path, shape, dtype
-            or kind of random key. The error lists all differences, and nothing is read.
-        CheckpointError: if a pattern, class or function in `only` matches no array.
+        CheckpointError: if an array is only in the checkpoint, or only in `like`.
+        CheckpointError: if an array's saved shape differs from its shape in `like`.
+        CheckpointError: if an array's saved dtype differs from its dtype in `like`, and `cast` is
+            False.
+        CheckpointError: if a random key was saved as a different kind of random key.
+        CheckpointError: if a random key in `like` was saved as numbers, or the reverse.
+        CheckpointError: if two paths share an array in `like`, and different arrays were saved.
+        CheckpointError: if two arrays in `like` have the same path.
+        CheckpointError: if `only`, or a pattern, class or function in it, matches no array.
+        CheckpointError: if an array in `like` is traced.
         CheckpointError: if an array in `like` has no sharding, and there is no layout.
+        CheckpointError: if an array cannot be created with its sharding or dtype.
+        CheckpointError: if the checkpoint's files cannot be read.
         CheckpointError: if the data have changed since they were saved.
+        FunctreeError: if an array in `like` that `only` does not match is deleted.
+        FunctreeError: if the processes restore different arrays.
         ShardingError: if the layout does not fit the tree.
 
     Examples:
@@ -210,10 +223,15 @@ def _check_kept(leaves: Leaves, wanted: Sequence[_Wanted]) -> None:
 
 
 def _stored(folder: FilePath, manifest: Manifest, wanted: Sequence[_Wanted]) -> dict[str, Any]:
-    """Read each stored array once, by name."""
+    """Read each stored array once, and return the arrays by name.
+
+    Raises:
+        CheckpointError: if the manifest names no folder with values.
+        CheckpointError: if an array cannot be read.
+    """
     stored: dict[str, Any] = {}
     targets: dict[str, Any] = {}
-    for one in reversed(wanted):  # the first of several arrays with one name sets the target
+    for one in reversed(wanted):  # the first array with a name sets the target
         target = one.target
         if target.size:
             targets[one.name] = target
@@ -235,6 +253,7 @@ def _loaded(folder: FilePath, values: FilePath, targets: Mapping[str, Any]) -> d
 
     Raises:
         CheckpointError: if an array cannot be read.
+        CheckpointError: if an array is read with a wrong dtype.
     """
     try:
         with Agreement(f"{folder} cannot be restored"), files(f"{folder} cannot be read"):
@@ -242,7 +261,7 @@ def _loaded(folder: FilePath, values: FilePath, targets: Mapping[str, Any]) -> d
     except CheckpointError as error:
         names = list(targets)
         if len(names) == 1:
-            remedy = "restore another checkpoint: this one's files, or the disk, may be damaged"
+            remedy = f"restore another checkpoint: files in {folder}, or the disk, may be damaged"
             problem = Problem(Path(names[0]), None, "", str(error), remedy)
             raise CheckpointFileError(f"{folder} cannot be restored", [problem]) from error
         for half in (names[: len(names) // 2], names[len(names) // 2 :]):
@@ -256,7 +275,8 @@ def _verify(folder: FilePath, wanted: Sequence[_Wanted], stored: Mapping[str, An
     """Compare the arrays' digests with the saved digests.
 
     Raises:
-        CheckpointError: if digests differ.
+        CheckpointError: if an array's digest differs from its saved digest.
+        CheckpointError: if the processes read different values.
     """
     # Each process reads separately, so copies may differ.
     full = {name: value for name, value in stored.items() if value.size}
@@ -271,7 +291,7 @@ def _verify(folder: FilePath, wanted: Sequence[_Wanted], stored: Mapping[str, An
             without += 1
         elif (found := digests[one.name]) != one.row.digest:
             why = "its values have changed since they were saved: their digest is "
-            remedy = "restore another checkpoint: this one's files have changed"
+            remedy = f"restore another checkpoint: files in {folder} have changed"
             problems.append(one.leaf.problem(f"{why}{found}, but was {one.row.digest}", remedy))
     if problems:
         raise CheckpointFileError(
@@ -329,7 +349,7 @@ def _wanted_arrays(
     """Return the arrays to restore.
 
     Args:
-        folder: the checkpoint, for the message.
+        folder: the checkpoint's folder, for the message.
         manifest: the checkpoint's manifest.
         leaves: the arrays in `like`.
         shardings: the sharding of each array.
@@ -338,6 +358,8 @@ def _wanted_arrays(
 
     Raises:
         CheckpointError: if the arrays in `like` differ from the saved arrays.
+        CheckpointError: if an array cannot be created with its sharding.
+        CheckpointError: if `only` matches no array.
     """
     rows = {row.path: row for row in manifest.rows}
     known = set(leaves.paths)
@@ -352,12 +374,12 @@ def _wanted_arrays(
     for leaf, _ in taken:
         problems += _differences(leaf, rows.get(leaf.path), cast)
     for leaf in alone:
-        problems.append(leaf.problem("was saved, but `like` has no such array", ""))
+        problems.append(leaf.problem("was saved, but is not in `like`", ""))
     differ = {Path(problem.path or ()) for problem in problems}
     remedy = ""
     if only is not None and all(leaf.path in differ for leaf, _ in taken):
         # A filter that excludes these arrays would match nothing, which is an error.
-        remedy = f"correct `like`, or only={only!r}, which matches no other array"
+        remedy = f"correct `like`, or the filter only={only!r}, which matches no other array"
     elif not differ.issuperset((*rows, *known)):
         remedy = _remedy(differ, only)
     # Problems with dtypes have their own remedies.
@@ -383,20 +405,20 @@ _MOST = 6
 
 
 def _remedy(differ: Collection[Path], only: Filter | None) -> str:
-    """Explain how to restore all other arrays."""
+    """Return a remedy that restores only the arrays that do not differ."""
     if len(differ) > _MOST:
-        return "exclude these leaves with `only=`: they then come from `like`"
-    # As JSON, so that keys with quotes or backslashes can be pasted.
+        return "pass `only=` with a filter that excludes these leaves"
+    # Paths are written as JSON, so that keys with quotes or backslashes can be pasted into Python.
     texts = [json.dumps(str(path), ensure_ascii=False) for path in sorted(differ, key=str)]
     globs = " | ".join(f"ft.glob({text})" for text in texts)
     written = f"~{globs}" if len(texts) == 1 else f"~({globs})"
     if only is not None:
         written = f"({only!r}) & {written}"
-    return f"restore the other leaves, and take these leaves from `like`, with only={written}"
+    return f"to restore only the other leaves, pass only={written}"
 
 
 def _differences(leaf: Leaf, row: SavedArray | None, cast: bool) -> Iterator[Problem]:
-    """Yield the problems of an array in `like` that differs from the saved one."""
+    """Yield a problem for each difference between an array in `like` and the saved array."""
     if row is None:
         yield leaf.problem("is in `like`, but was not saved", "")
         return
@@ -406,10 +428,11 @@ def _differences(leaf: Leaf, row: SavedArray | None, cast: bool) -> Iterator[Pro
         return
     saved, wanted = dtype_text(row.dtype), dtype_text(leaf.value.dtype)
     if is_key(row.dtype) or is_key(leaf.value.dtype):
-        other, how = "random keys are not numbers", "use typed keys in the checkpoint and in `like`"
+        other = "random keys cannot be converted to or from numbers"
+        how = "use typed keys in the checkpoint and in `like`"
         if is_key(row.dtype) and is_key(leaf.value.dtype):
             other = "a different kind of random key"
-            how = "build `like` with the same `jax.random.key(..., impl=)`"
+            how = "build `like` with the saved kind of key, using `jax.random.key(..., impl=)`"
         yield leaf.problem(f"was saved as {saved}: {other}", how)
     elif not cast:
         yield leaf.problem(f"was saved as {saved}", f"pass cast=True to convert it to {wanted}")
@@ -463,7 +486,7 @@ def _matches(item: Filter, leaf: Leaf) -> bool:
 
 
 def _untied(leaves: Sequence[Leaf], rows: Mapping[Path, SavedArray]) -> Iterator[Problem]:
-    """Yield a problem for each array in `like` for which two different arrays were saved."""
+    """Yield a problem if paths share an array in `like`, but different arrays were saved."""
     first: dict[int, SavedArray] = {}  # by the array in `like`
     for leaf in leaves:
         row = rows.get(leaf.path)
@@ -472,5 +495,5 @@ def _untied(leaves: Sequence[Leaf], rows: Mapping[Path, SavedArray]) -> Iterator
         other = first.setdefault(id(leaf.value), row)
         stored_once = (other.same_as or other.path) == (row.same_as or row.path)
         if not stored_once and (row.digest is None or row.digest != other.digest):
-            why = f"is the same array as `{other.path}` in `like`, but two arrays were saved"
+            why = f"is the same array as `{other.path}` in `like`, but different arrays were saved"
             yield leaf.problem(why, "untie the arrays in `like`: copy one of them with `ft.copy`")

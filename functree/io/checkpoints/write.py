@@ -42,13 +42,14 @@ def save(
 ) -> None:
     """Save the arrays of a tree by path. When `save` returns, the checkpoint is complete.
 
-    If `save` raises an error, an earlier checkpoint at the path is unchanged.
+    If `save` raises an error, an earlier checkpoint at the path is kept, unless the new checkpoint
+    is already complete.
 
     Args:
         path: a new folder that all processes share, or its address in a bucket:
             `gs://bucket/run/1`.
-        tree: modules and containers with concrete arrays. Other leaves are static, and are not
-            saved. `ft.restore` warns if they differ in `like`.
+        tree: modules and containers with concrete arrays. Other leaves are static. They are not
+            restored, but `ft.restore` warns if they differ in `like`.
         verify: whether digests of the values are saved. `ft.restore` uses them to detect changed
             data.
         overwrite: whether a checkpoint at this path is replaced. The old checkpoint is replaced
@@ -56,16 +57,26 @@ def save(
         meta: JSON values that are saved with the arrays. `ft.inspect` returns them.
 
     Raises:
-        CheckpointError: if the path holds a checkpoint, and `overwrite` is False.
-        CheckpointError: if the path holds anything else.
-        CheckpointError: if an array is traced or abstract.
+        CheckpointError: if the path cannot be used, such as an `s3://` address.
+        CheckpointError: if the path contains a checkpoint, and `overwrite` is False.
+        CheckpointError: if the path is a file.
+        CheckpointError: if the path contains anything except a checkpoint that functree wrote.
+        CheckpointError: if an array is traced.
+        CheckpointError: if an array is abstract.
+        CheckpointError: if an array was donated or deleted.
         CheckpointError: if an array is not on devices of all processes.
+        CheckpointError: if an array's path cannot be parsed from a string.
+        CheckpointError: if two arrays have the same path.
+        CheckpointError: if copies of an array have different values, and `verify` is True.
         CheckpointError: if a leaf is a mutable reference.
         CheckpointError: if a leaf is a masked array.
         CheckpointError: if JAX lacks an array's dtype.
         CheckpointError: if XLA cannot convert an array's dtype to bytes.
         CheckpointError: if `meta` is not JSON.
         CheckpointError: if the files cannot be written.
+        CheckpointError: if the values that are read back differ from the values in memory.
+        CheckpointError: if another process is the first to save a checkpoint to the path.
+        CheckpointError: if the save takes more than 24 hours.
         FunctreeError: if the processes save different trees.
 
     Examples:
@@ -96,7 +107,7 @@ class CheckpointWriter:
         meta: the user's JSON values.
         verify: whether digests are saved.
         overwrite: whether an existing checkpoint is replaced, once the values have been read back.
-        step: the step of `ft.Checkpoints`.
+        step: the checkpoint's step in `ft.Checkpoints`; None for `ft.save`.
 
     Raises:
         CheckpointError: for the reasons that `save` lists.
@@ -141,14 +152,18 @@ class CheckpointWriter:
     def _started(self, contents: Contents, verify: bool, check: bool) -> tuple[Manifest, Response]:
         """Start writing the values.
 
-        References to the arrays are dropped, since they would keep memory in use until everything
-        is written.
+        The writer keeps no references to the arrays, which would otherwise stay in memory until
+        everything is written.
 
         Returns:
             The manifest, and the save that must end before the manifest is written.
+
+        Raises:
+            CheckpointError: if copies of an array have different values.
+            CheckpointError: if orbax cannot start to write.
         """
         # Digests are computed before orbax begins, since the arrays may be donated afterwards. The
-        # digests describe the arrays in memory, not the files, so that write errors are noticed.
+        # digests describe the arrays in memory, not the files, so that write errors are detected.
         if verify:
             self._digests, differ = digests_of(contents.stored)
             if differ:
@@ -170,15 +185,15 @@ class CheckpointWriter:
             # With orbax alone, the other processes would wait for minutes for a process that cannot
             # write.
             wait_in_all(self._failure, self._is_written)
-            # Read back before the manifest replaces the earlier checkpoint, which must stay if the
-            # disk has wrong values.
+            # The values are read back before the manifest replaces the earlier checkpoint, which
+            # must be kept if the disk holds wrong values.
             self._read_back()
             self._commit()
 
     def finish_alone(self) -> None:
         """Finish the checkpoint in the background, without collectives.
 
-        A collective here could come between the collectives of a step. Values are not read back.
+        A collective here could run between the collectives of a step. Values are not read back.
 
         Raises:
             CheckpointError: for the reasons that `save` lists.
@@ -199,7 +214,7 @@ class CheckpointWriter:
             self._commit()
 
     def give_up(self) -> None:
-        """End `finish_alone` in its thread, since another process has failed."""
+        """Make `finish_alone` raise an error in its thread, since another process has failed."""
         self._given_up.set()
 
     def _check_others(self) -> None:
@@ -211,9 +226,13 @@ class CheckpointWriter:
                 raise CheckpointFileError(self._another)
 
     def _tell_others(self) -> None:
-        """Leave a note that this process could not write."""
-        # If another process failed first, files that it removed may be missing here. Then its
-        # failure is the cause.
+        """Write a note for the other processes that this process could not write.
+
+        Raises:
+            CheckpointError: if another process has already written such a note.
+        """
+        # If another process failed first, it may have removed files that this process needs. In
+        # that case, the other process's failure is the cause.
         self._check_others()
         if jax.process_count() > 1:
             # Writing the note may fail, too.
@@ -236,14 +255,15 @@ class CheckpointWriter:
 
     def _commit(self) -> None:
         """Write the manifest, in the first process."""
-        # The manifest is written last, since it completes the checkpoint. If it were written first
-        # and this process were then killed, it would name missing values.
+        # The manifest is written last, since it completes the checkpoint. If the manifest were
+        # written first and this process were then killed, the manifest would name missing values.
         if self._draft is not None:
             self._draft.commit(self._manifest)
 
     def _read_back(self) -> None:
-        """Raise CheckpointError if the values read back from disk differ from the saved values."""
-        # Arrays are read in groups. Reading all at once would take the memory of a second model.
+        """Raise CheckpointError if the values on the disk differ from the values in memory."""
+        # Arrays are read in groups. Reading all of them at once would need the memory of a second
+        # model.
         while self._targets:
             group = self._next_targets()
             with Agreement(self._failure), files(f"{self._values} cannot be read"):
@@ -254,11 +274,11 @@ class CheckpointWriter:
             if differ := [name for name in group if torn or found[name] != self._digests[name]]:
                 raise CheckpointFileError(
                     f"{self._failure}: the values of {listed(differ)} on the disk differ from the "
-                    "saved values; check the disk"
+                    "values in memory; check the disk"
                 )
 
     def _next_targets(self) -> dict[str, Target]:
-        """Remove and return the next targets, about a gibibyte in all."""
+        """Remove and return the next targets, which need about 1 GiB in total."""
         group: dict[str, Target] = {}
         size = 0
         while self._targets and size < 2**30:
@@ -271,16 +291,16 @@ class CheckpointWriter:
 # Seconds between searches for notes of other processes.
 _LOOKED_AFTER = 2.0
 
-# Seconds after which all machines see a file that one of them wrote to a network file system.
+# Seconds within which all machines see a file that one machine wrote to a network file system.
 _SEEN_AFTER = 5
 
 
 def _check_seen(folder: Folder, name: str) -> None:
-    """Raise CheckpointError if this process does not see files of the first process."""
+    """Raise CheckpointError if this process does not see the first process's files."""
     until = time.monotonic() + _SEEN_AFTER
-    # This check comes before orbax begins. Otherwise, processes with separate folders would each
-    # write a part, without noticing that the other parts are missing. The folder is listed, since a
-    # network file system may cache that a file is missing.
+    # This check runs before orbax begins. Otherwise, processes with separate folders would each
+    # write a part, without noticing that the other parts are missing. The code lists the folder,
+    # since a network file system may cache that a file is missing.
     while jax.process_count() > 1 and f"{name}{BEGUN}" not in folder.names():
         if time.monotonic() > until:
             raise CheckpointFileError(
