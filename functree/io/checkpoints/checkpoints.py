@@ -1,4 +1,4 @@
-"""`Checkpoints` writes a run's checkpoints in the background, and keeps the newest."""
+"""`Checkpoints` writes a run's checkpoints in the background, and keeps the newest ones."""
 
 import atexit
 import os
@@ -38,8 +38,8 @@ class Checkpoints:
 
     Each checkpoint is written in the background while the next steps run. Use `Checkpoints` in a
     `with` statement, which waits for the last checkpoint. Readers never see a half-written
-    checkpoint. If a process was killed while writing, a `save` more than a day later removes the
-    leftovers.
+    checkpoint. If a process is killed while it writes, a `save` more than 25 hours later removes
+    the leftovers.
 
     Args:
         folder: a folder that all processes share, or its address in a bucket: `gs://bucket/run`.
@@ -47,9 +47,10 @@ class Checkpoints:
         every: only steps that are multiples of this number are saved; None saves every step.
 
     Attributes:
-        folder: the folder.
+        folder: the folder's absolute path, or its address.
 
     Raises:
+        CheckpointError: if `folder` cannot be used, such as an `s3://` address.
         CheckpointError: if a checkpoint could not be written in the background. The next `save`,
             `wait` or `restore`, or the end of the `with` statement, raises the error.
 
@@ -77,10 +78,10 @@ class Checkpoints:
         self._keep, self._every = keep, every
         # The steps that may have leftovers of a killed process; None for all.
         self._unswept: list[int] | None = None
-        # The steps that this run saved. They are treated as newer than all others.
+        # The steps that this run saved. They are treated as newer than all other steps.
         self._saved: set[int] = set()
         self._is_open = False  # whether the program is inside the `with` statement
-        # The background writer, and the future that ends with it.
+        # The background writer, and its thread's future; None if nothing is being written.
         self._running: tuple[CheckpointWriter, Future[None]] | None = None
 
     def __enter__(self) -> Self:
@@ -109,12 +110,12 @@ class Checkpoints:
         except FunctreeError as failed:
             if error is None:
                 raise
-            # Added as a note, since the error of the block may have caused this one.
+            # The failure is added as a note, since the block's error may have caused it.
             error.add_note(f"the last checkpoint was not saved: {failed}")
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Steps that have a checkpoint, in ascending order.
+        """The steps that have a checkpoint, in ascending order.
 
         Raises:
             CheckpointError: if the folder cannot be read.
@@ -161,7 +162,8 @@ class Checkpoints:
             )
         if not force and self._every is not None and step % self._every != 0:
             return False
-        # One write at a time: no step is skipped, and two writes would slow each other down.
+        # Only one write runs at a time, since two would slow each other down. `save` waits for the
+        # previous write instead of skipping a step.
         self.wait()
         with Agreement(f"{self.folder} cannot be written") as agreement:
             self._check_new(int(step))
@@ -183,7 +185,7 @@ class Checkpoints:
         Raises:
             CheckpointError: if the checkpoint could not be written.
         """
-        # Cleared first, so that an error in the background is raised only once.
+        # `_running` is cleared first, so that an error in the background is raised only once.
         running, self._running = self._running, None
         if running is not None:
             _NOT_ASKED.pop(running[1], None)
@@ -198,7 +200,7 @@ class Checkpoints:
             if running is not None:
                 writer, ended = running
                 writer.give_up()
-                ended.exception()  # waits; its error is only a consequence of the raised one
+                ended.exception()  # waits; the thread's error only follows from the raised error
             raise
 
     def restore(
@@ -216,7 +218,7 @@ class Checkpoints:
 
         Args:
             like: a tree like the saved one, as in `ft.restore`.
-            step: the step; by default the latest.
+            step: the step; by default the latest step that has a checkpoint.
             layout: the layout of the tree, as in `ft.restore`.
             mesh: the mesh, as in `ft.restore`.
             only: a filter for the arrays, as in `ft.restore`.
@@ -225,6 +227,7 @@ class Checkpoints:
 
         Raises:
             CheckpointError: for the reasons that `ft.restore` lists.
+            CheckpointError: if the previous checkpoint could not be written.
             CheckpointError: if there is no checkpoint.
             CheckpointError: if there is no checkpoint for this step.
         """
@@ -292,7 +295,7 @@ class Checkpoints:
     def _finish(self, writer: CheckpointWriter, step: int) -> None:
         """Write a checkpoint in the background, then remove the oldest ones."""
         # Old checkpoints are removed once the new one is complete. In the other order, a process
-        # that is killed in between would leave too few, and none with `keep=1`.
+        # that is killed in between would leave too few checkpoints, and none with `keep=1`.
         writer.finish_alone()
         self._saved.add(step)
         if self._keep is None or jax.process_index() != 0:
@@ -311,13 +314,13 @@ class Checkpoints:
                     remove_step(old)
 
 
-# Checkpoints that nothing has waited for, by their futures.
+# Paths of checkpoints that the program has not waited for, by future.
 _NOT_ASKED: dict[Future[None], FilePath] = {}
 
 
 @atexit.register  # called once Python has waited for the threads that write
 def _report() -> None:
-    """Warn about checkpoints that were not saved because the program ended inside a `with`."""
+    """Warn about checkpoints that were not saved because the program ended inside `with`."""
     for ended, path in _NOT_ASKED.items():
         if ended.done() and (error := ended.exception()) is not None:
             warn(
