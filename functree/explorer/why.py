@@ -125,7 +125,7 @@ class Why:
         return lines_text(lines)
 
     def __repr__(self) -> str:
-        return f"<Why of {self.name}: {len(self.fixes)} fixes, {len(self.trades)} trades>"
+        return f"<Why of {self.name}: fixes: {len(self.fixes)}, trades: {len(self.trades)}>"
 
     def _head(self) -> str:
         sizes = {None: 0, ASKED: 0, COMPILER: 0, AVOIDABLE: 0}

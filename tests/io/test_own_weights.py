@@ -337,10 +337,7 @@ CORRECT = "correct the name in `table`, or the shape in `like`"
 PARTS = "write `[0/3]` for the first of 3 parts, or `[0:2/4]` for the first two of 4"
 CAST = "pass cast=True to convert the tensor to f32"
 NUMBERS = 'name the numbers in the pattern, as in `"blocks.{i}.{j}.w": "layers.{2*i+j}.w"`'
-NO_ARITHMETIC = (
-    "`{}` is not integer arithmetic with the pattern's numbers, `layer` and `expert`, or divides by "
-    "zero if each of them is 1"
-)
+NO_ARITHMETIC = "`{}` is not integer arithmetic with the pattern's numbers, `layer` and `expert`"
 NO_PARTS = "the range is empty, or exceeds the 3 parts, which are numbered from 0"
 # A table and what is left out, for `x.0` and `x.1` (8, 4) ─► where something is wrong, what, and what
 # to do.
@@ -386,6 +383,12 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], list[tuple[str, str, str]]]]
     "a number that the pattern lacks": (
         {"x.{i}": "l.{2*j}.w"}, ALL,
         [('"x.{i}": "l.{2*j}.w"', NO_ARITHMETIC.format("{2*j}"), NUMBERS)],
+    ),
+    "a division by zero": (
+        {"x.{i}": "l.{1//i}.w"}, ALL,
+        [
+            ("x.0", "the files have no `l.{1//0}.w`; expected f32[8, 4]", f"did you mean `l.1.w` instead of `l.{{1//0}}.w`?\n{CORRECT}"),
+        ],
     ),
     "functions of nothing": (
         {"x.0": lambda: 3, "x.{i}": lambda i: f"qkv.{{j}}[{i + 2}/3]"}, ALL,

@@ -113,18 +113,20 @@ _OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
 def _filled(place: re.Match[str], numbers: Mapping[str, int]) -> str:
     """Compute an expression in braces.
 
-    If the expression contains unknown names, only the known names are replaced, and the braces are
-    kept.
+    If the expression contains unknown names, or divides by zero, only the known names are replaced,
+    and the braces are kept. No tensor has such a name.
 
     Raises:
         SyntaxError: if the expression cannot be parsed.
         ValueError: if the expression is not integer arithmetic with `+`, `-`, `*`, `//` and `%`.
-        ZeroDivisionError: if the expression divides by zero.
     """
     expression = _NAME.sub(lambda name: str(numbers.get(name[0], name[0])), place[1])
     if _NAME.search(expression):
         return f"{{{expression}}}"
-    return str(_computed(ast.parse(expression.strip(), mode="eval").body))
+    try:
+        return str(_computed(ast.parse(expression.strip(), mode="eval").body))
+    except ZeroDivisionError:
+        return f"{{{expression}}}"
 
 
 def _computed(node: ast.expr) -> int:
@@ -224,13 +226,13 @@ class _Row(NamedTuple):
         numbers = dict.fromkeys([*self.numbers, *_PLACES], 1)
         for place in _NUMBER.finditer(text):
             try:
-                is_number = not _NUMBER.match(_filled(place, numbers))
-            except (SyntaxError, ValueError, ZeroDivisionError):
-                is_number = False
-            if not is_number:
+                is_arithmetic = not _NAME.search(_filled(place, numbers))
+            except (SyntaxError, ValueError):
+                is_arithmetic = False
+            if not is_arithmetic:
                 why = (
                     f"`{place[0]}` is not integer arithmetic with the pattern's numbers, `layer` "
-                    "and `expert`, or divides by zero if each of them is 1"
+                    "and `expert`"
                 )
                 remedy = (
                     "name the numbers in the pattern, as in "
@@ -292,7 +294,6 @@ def names_of(
         FunctreeValueError: if the range of parts in a name is invalid.
         FunctreeValueError: if an expression in a name cannot be computed.
         FunctreeValueError: if a row's function does not return a name.
-        ZeroDivisionError: if an expression divides by zero with the numbers in a path.
     """
     rows = [_Row.of(pattern, name) for pattern, name in table.items()]
     if problems := [problem for row in rows for problem in row.problems()]:
