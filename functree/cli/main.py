@@ -159,7 +159,7 @@ def _step(options: Namespace) -> tuple[Step, dict[str, Any]]:
 
 
 def explored(options: Namespace) -> Outcome:
-    """Rank meshes and layouts by their compiled programs.
+    """Rank meshes and layouts by a score of their compiled programs.
 
     examples:
       functree explore demo:train --layout demo:layouts --target tpu:v6e:4x8

@@ -453,7 +453,9 @@ _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
 def runs(flow: DataFlow) -> Mapping[str, int | None]:
-    """Count how often each computation runs, by name; None if an enclosing loop has unknown length.
+    """Count the runs of each computation, by its name.
+
+    The count is None if the length of an enclosing loop is unknown.
 
     Every branch of a conditional is assumed to be taken.
     """

@@ -430,7 +430,7 @@ class _Reader:
         return op in _MOVES_DIMENSIONS
 
     def _step(self, made: int, here: int, there: int) -> tuple[int, int]:
-        """Return the phase in which an operation passes on a sharding, and the delay in sweeps."""
+        """Return the phase in which an operation propagates a sharding, and the delay in sweeps."""
         op = self._rows[made].op
         late = int(there != made)
         if made in self._typed and not late:

@@ -18,7 +18,7 @@ from functree.errors import ShardingError
 
 
 class MeshView(NamedTuple):
-    """The part of a mesh that a plan needs: the sizes of the mesh axes, even without devices.
+    """The part of a mesh that a plan needs: the sizes of the mesh axes. No devices are needed.
 
     Attributes:
         sizes: the size of each mesh axis.

@@ -193,7 +193,7 @@ class FSDP(Layout):
 
 
 def misspelt_axes(layout: FSDP, leaves: Sequence[Leaf]) -> Iterator[Problem]:
-    """Yield the problems of names in `axes` that no leaf has, if a leaf has a similar name.
+    """Yield a problem for each name in `axes` that no leaf has, but that resembles a leaf's name.
 
     Without this check, a misspelled name would silently shard nothing.
     """

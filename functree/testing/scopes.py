@@ -19,7 +19,7 @@ Records = Mapping[Site, np.ndarray]
 
 @dataclass(frozen=True, eq=False)
 class Around:
-    """Step that runs a body.
+    """A step that runs a body.
 
     Attributes:
         body: the body that contains the step.

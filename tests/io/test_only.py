@@ -73,7 +73,7 @@ def test_what_matches_nothing(what: str, where: str, saved: Path) -> None:
         ft.restore(saved, net(extra={"up": Up(np.ones((2, 4)))}), only=only)
         return
     with raises(
-        "only=", f"no array of {saved} or `like` matches ", error=ft.CheckpointError
+        "only=", f"no array in {saved} or `like` matches ", error=ft.CheckpointError
     ) as caught:
         ft.restore(saved, net(), only=only)
     assert "correct the filter, or leave it out" in str(caught.value)
