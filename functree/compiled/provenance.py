@@ -217,8 +217,9 @@ class Provenance:
     ) -> set[int]:
         """Return the members of a family that are parts of a model.
 
-        A computation need not use every part of a model. For example, if the loss is linear in the output, no gradient depends on the last layer's bias. A part is therefore a member if the model computes with another part of
-        the same tree.
+        A computation need not use every part of a model. For example, if the loss is linear in the
+        output, no gradient depends on the last layer's bias. A part is therefore a member if the
+        model computes with another part of the same tree.
 
         Args:
             family: a parameter, and its moments and averages.

@@ -165,9 +165,9 @@ def _arrays_of(static: Skeleton, part: Tree, index: int) -> list[Tree]:
     if not equal(tree_structure(part, is_leaf=_is_none), structure):
         have = tree_structure(part).num_leaves
         raise FunctreeValueError(
-            f"merge: part {index}, a {type(part).__name__} with {count(have, 'leaf')}, does not have "
-            "the structure of the tree that was split: keep the structure, with None for leaves "
-            "that are not in this part"
+            f"merge: part {index}, a {type(part).__name__} with {count(have, 'leaf')}, does not "
+            "have the structure of the tree that was split: keep the structure, with None for "
+            "leaves that are not in this part"
         )
     values: list[Tree] = []
     problems: list[Problem] = []

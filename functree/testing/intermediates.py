@@ -41,7 +41,7 @@ RAN = -1
 """Last index in the site of the record that counts a body's runs. It replaces a result's index."""
 
 KEPT_ITERATIONS = 128
-"""The number of iterations of a `while` that have separate records. Later iterations share one record."""
+"""The number of iterations of a `while` that have separate records. Later ones share one."""
 
 
 def slots(step: Step, ran: int) -> Sequence[int]:

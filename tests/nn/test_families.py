@@ -135,6 +135,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "layers of two kinds": (
         "qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, '"layer_types": ['
     ),
+    "no heads of keys, which means 8": (
+        "mixtral", {"num_key_value_heads": ...}, 'add "num_key_value_heads"'
+    ),
+    "no heads of keys, which means 4": (
+        "qwen3_moe", {"num_key_value_heads": ...}, 'add "num_key_value_heads"'
+    ),
     "no window, which means 4,096": ("mistral", {"sliding_window": ...}, "it is missing"),
     "another rotation": (
         "llama", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, '"rope_type": "yarn"'

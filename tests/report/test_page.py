@@ -217,6 +217,13 @@ def test_blocks_are_on_the_devices_that_jax_has_them_on(case: str) -> None:
     assert blocks(shape, cuts) == [found[start] for start in sorted(found)]
 
 
+def test_without_cuts_the_largest_dimensions_are_drawn() -> None:
+    one, other = Pictures(SIZES, "p"), Pictures(SIZES, "p")
+    one.of((64, 8, 4), [(), (), ()])
+    other.of((64, 8), [(), ()])
+    assert one.definitions() == other.definitions() != ""
+
+
 def test_every_device_has_a_color_of_its_own() -> None:
     for sizes in (SIZES, {"x": 8}, {"a": 2, "b": 2, "c": 2}, {"one": 1, "x": 8}):
         assert len({device_color(i, sizes) for i in range(8)}) == 8

@@ -163,6 +163,11 @@ def test_a_missing_sum_is_told() -> None:
     )
 
 
+def test_a_small_difference_is_told_as_it_is() -> None:
+    *_, first = message(by_hand, (X / 100, W), (P("data", "model"), P("model")))
+    assert "its values differ by up to 0.07" in first and "where they are up to 0.07" in first
+
+
 def test_the_iteration_and_the_layout_are_told() -> None:
     result, first = message(asks, (X, W), (P("data", "model"), P()))
     assert result.startswith("  out: differs by up to ")
@@ -328,6 +333,11 @@ def variance(x: Any) -> Any:
     return y * 2
 
 
+def beside_no_elements(x: Any) -> Any:
+    y = jnp.log(x) + jnp.sin(x[:0]).sum()  # beside no elements
+    return y * 2
+
+
 def marked(x: Any) -> Any:
     y = jnp.where(x > 1, jnp.nan, x)  # a mark
     return y * 2
@@ -355,6 +365,7 @@ NONFINITE: dict[str, tuple[Callable[..., Any], Any, str, str, str, str]] = {
     ),
     # `var` has a NaN in it, for no elements.
     "beside a NaN": (variance, jnp.ones(3), "div", "a variance that is zero", "an infinity from finite values: 3 of 3 elements", ""),
+    "beside no elements": (beside_no_elements, jnp.arange(3.0), "log", "beside no elements", "an infinity from finite values: 1 of 3 elements", ""),
     "a NaN that is written": (marked, jnp.arange(3.0), "select_n", "a mark", f"{WRITTEN}: 1 of 3 elements", ""),
 }  # fmt: skip
 
