@@ -147,8 +147,8 @@ _COMMON = """
 def target_config(gpu: Gpu) -> str:
     """Write XLA's `GpuTargetConfigProto` for a GPU as text.
 
-    `get_topology_desc(platform="cuda", target_config=...)` accepts the text. The text contains
-    only fields that the parser of JAX 0.10.2 accepts, since the parser refuses all others.
+    `get_topology_desc(platform="cuda", target_config=...)` accepts the text. The parser of JAX
+    0.10.2 refuses unknown fields, so the text omits fields that this parser does not know.
     """
     major, minor = gpu.capability
     extension = "NONE"

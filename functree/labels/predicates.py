@@ -147,7 +147,7 @@ def _buffer(leaf: Leaf) -> bool:
 
 
 is_trainable: Filter = Predicate("is_trainable", _trainable)
-"""Filter for floating-point and complex arrays that are neither an `ft.Buffer` nor state.
+"""Filter for floating-point and complex arrays that are neither buffers nor state.
 
 Examples:
     >>> ~ft.is_trainable

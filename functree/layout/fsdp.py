@@ -172,7 +172,8 @@ class FSDP(Layout):
     def _unfit(self, leaf: Leaf, start: Decision, free: Sequence[int], parts: int) -> Decision:
         """Return the decision for a leaf if the mesh axis divides no dimension in `free`."""
         if self.otherwise is not None:
-            reason = f"FSDP: no dimension it can shard, so otherwise={spec_text(self.otherwise)}"
+            spec = spec_text(self.otherwise)
+            reason = f"FSDP: no dimension it can shard, hence `otherwise={spec}`"
             # `otherwise` applies to sizes only: a name that no rule mentions is still a fault.
             return apply_spec(leaf, self.otherwise, start, reason, settles=False)
         sizes = ", ".join(f"{leaf.dimension(dim)}={leaf.shape[dim]}" for dim in free)

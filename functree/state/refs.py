@@ -113,8 +113,8 @@ class StateRef(eqx.Module, HoldsState):
 def holds(dtype: DTypeLike, value: Any) -> bool:
     """Return whether a dtype can hold a Python number or the values of a NumPy array.
 
-    Integers must not wrap, and finite numbers must stay finite. JAX checks only some dtypes: values
-    of int4 and NumPy's 64-bit integers wrap silently.
+    Integers must not wrap, and finite numbers must stay finite. JAX checks only some dtypes: it
+    silently wraps values that do not fit into int4, and NumPy's 64-bit integers.
     """
     if jnp.issubdtype(dtype, jnp.integer):
         limits = jnp.iinfo(dtype)

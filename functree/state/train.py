@@ -54,7 +54,7 @@ class TrainState(eqx.Module, TrainingState, ShownByPlan, Generic[M]):
         key: a random key, for example for dropout, or None.
         tx: the optimizer, which is static. Build it once: two optimizers with the same options are
             unequal, so the step would compile again for a new one.
-        wrt: the filter that selects the parameters to update, which is static.
+        wrt: a static filter that selects the parameters to update.
 
     Examples:
         >>> import optax

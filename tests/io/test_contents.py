@@ -128,7 +128,7 @@ PROBLEMS: dict[str, tuple[Callable[[], Any], str, str]] = {
     "a dtype": (
         lambda: [np.ones(2, ml_dtypes.float6_e2m3fn)],
         "has a dtype that XLA cannot convert to bytes",
-        "cast it, for example to int8",
+        "cast it to a dtype that can hold its values, such as bfloat16",
     ),
     "an array twice under one key": (lambda: Meeting(TIED, TIED), *MEETING),
     "arrays of numpy": (lambda: Meeting(np.ones(2), np.zeros(2)), *MEETING),

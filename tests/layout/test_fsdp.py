@@ -62,7 +62,7 @@ def test_the_reasons() -> None:
 def test_otherwise() -> None:
     found = row(ft.FSDP("data", min_size=0, otherwise=P()), 3, 5)
     assert found.spec == P(None, None)
-    assert found.reason == "FSDP: no dimension it can shard, so otherwise=P()"
+    assert found.reason == "FSDP: no dimension it can shard, hence `otherwise=P()`"
     assert row(ft.FSDP("model", min_size=0, otherwise=P("data")), 6, 5).spec == P("data", None)
     assert row(ft.FSDP("model", min_size=0, otherwise=P("data")), 8, 5).spec == P("model", None)
     assert row(ft.FSDP("data"), 3, 5).spec == P(None, None)  # too small to be asked for

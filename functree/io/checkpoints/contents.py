@@ -114,7 +114,8 @@ def _problems(leaves: Sequence[Leaf]) -> Iterator[Problem]:
             yield problem
         elif str(leaf.value.dtype) in NOT_STORED:
             yield leaf.problem(
-                "has a dtype that XLA cannot convert to bytes", "cast it, for example to int8"
+                "has a dtype that XLA cannot convert to bytes",
+                "cast it to a dtype that can hold its values, such as bfloat16",
             )
         if not _is_readable(leaf.path):
             yield leaf.problem(

@@ -53,7 +53,7 @@ class GivenNames:
 
 
 def invalid_names(names: object) -> str | None:
-    """Return an error text if `names` is not a mapping `{cls: ft.names(...)}`, or None."""
+    """Return an error message, or None if `names` is a mapping `{cls: ft.names(...)}`."""
     if not isinstance(names, Mapping):
         return f"`names=` must map classes to `ft.names(...)`, but {names!r} is not a mapping"
     for cls, given in names.items():

@@ -285,7 +285,7 @@ def _dims(real: Shape, other: Shape, have: Shape, want: Shape) -> tuple[int | No
 
     Two forms of leaves are accepted. In the first, the leaf's own dimensions come before all
     dimensions of the parameter. In the second, the leaf has some of the parameter's dimensions in
-    order, and its own dimensions have size 1. Other matches may be accidental: the rank in galore
+    order, and its own dimensions have size 1. Other matches may be accidental: the rank in GaLore
     may equal the smallest size of a parameter.
 
     Args:

@@ -128,9 +128,9 @@ def remembered(tx: Any, key: Hashable, find: Callable[[], T], *, of_update: bool
         key: the key.
         find: the function that computes the result.
         of_update: whether the result also depends on `update`. Optimizers without state share their
-            `init`, so such results are cached for `update`, or for the optimizer itself if
-            `update` is a method. An optimizer with methods may be changed in place, but only
-            warnings and checks use these results.
+            `init`, so results that depend on `update` are cached for `update`, or for the optimizer
+            itself if `update` is a method. An optimizer with methods may be changed in place, but
+            only warnings and checks use these results.
     """
     owner = getattr(tx, "init", None)
     is_function = isinstance(owner, FunctionType)  # each access to a method makes a new object

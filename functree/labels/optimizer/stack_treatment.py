@@ -52,8 +52,8 @@ def _text(leaves: Sequence[Leaf]) -> str:
     return (
         f"the optimizer treats {named} differently from separate layers: it treats the stack "
         f"dimension of {arrays} like any other dimension. "
-        "Use `ft.layerwise(tx)`, which treats each layer as its own leaf. Do not wrap "
-        "transformations that combine all leaves: "
+        "Use `ft.layerwise(tx)`, which treats each layer as its own leaf. Leave "
+        "transformations that combine all leaves outside: "
         "`optax.chain(optax.clip_by_global_norm(1.0), ft.layerwise(tx))`"
     )
 
@@ -70,8 +70,8 @@ def treated_differently(tx: Any, trained: TrainedModel) -> Sequence[Leaf]:
     """Return the leaves of stacks whose update differs from the update of their layers.
 
     The comparison skips optimizers that combine several leaves, or whose `update` needs more
-    arguments. It also skips a single array, whose norm may be intended as a global norm. Random
-    numbers do not count as a difference.
+    arguments. It also skips a model with a single array, whose norm may be intended as a global
+    norm. Random numbers do not count as a difference.
     """
     if len(trained.parameters) == 1:
         return ()

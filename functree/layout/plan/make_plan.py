@@ -111,7 +111,7 @@ def plan_leaves(
         parts: the layouts of the tree, in the order of their leaves.
         view: the mesh.
         check: whether problems raise an error.
-        same: the numbers that identify leaves that are the same array, as in `decide_parts`.
+        same: one number for each leaf, as in `decide_parts`.
         allow_unspecified: whether an array may have no layout, as in `decide_parts`.
     """
     decisions = decide_parts(leaves, parts, view, same=same, allow_unspecified=allow_unspecified)

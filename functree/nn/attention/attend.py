@@ -201,7 +201,7 @@ def _why_not(kernel: Kernel, given: Inputs, parts: Parts, window: int | None) ->
         if kernel.of_part is None:
             return (
                 'it needs queries and keys from the same tokens, but context="gather" adds keys '
-                "from other parts"
+                "from other parts of the sequence"
             )
         own = given.query.shape[1] // parts.number
         if own % TILE:
