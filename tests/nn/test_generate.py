@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import functree as ft
+from functree.nn.attention.attend import cached_positions, next_positions
 from functree.nn.generate import generation
 from tests.lib.checks import raises
 from tests.lib.training import filled
@@ -160,6 +161,20 @@ def test_tokens_of_a_larger_vocabulary_than_the_dtype_of_the_prompts(dtype: str)
         ft.nn.generate(own, PROMPTS.astype(dtype), 8, stop=299, pad=-1).tolist()
         == expected.tolist()
     )
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+def test_a_cache_counts_in_any_integers(dtype: str) -> None:
+    """Beyond 127 and 255, where a sum in a narrow dtype would wrap."""
+    sizes = (140, 140, 30, 30)
+    key, value, *new = (jnp.asarray(RANDOM.normal(size=(2, 2, n, 2, 8)), "float32") for n in sizes)
+    filled = jnp.array([0, 120], dtype)
+    found = ft.nn.Cache(key, value, filled).extended(*new)
+    expected = ft.nn.Cache(key, value, filled.astype("int32")).extended(*new)
+    assert found.filled.tolist() == [30, 150]
+    np.testing.assert_array_equal(found.key, expected.key)
+    assert next_positions(filled, 300)[:, -1].tolist() == [299, 419]
+    assert cached_positions(filled, 300)[:, [0, -1]].tolist() == [[-300, -1], [0, -1]]
 
 
 # Rows without a next token

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jaxtyping import Float
 
 import functree as ft
 from functree import nn
@@ -422,6 +423,11 @@ class Around(eqx.Module):
         return self.layer.decode(*args)
 
 
+class Adapted(eqx.Module):
+    weight: jax.Array
+    low: Float[jax.Array, "embed rank"]
+
+
 # What surgery has changed ─► what the config says of it.
 SURGERY: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "fewer layers": (lambda m: dataclasses.replace(m, blocks=m.blocks[:2]), dict(layers=2)),
@@ -431,6 +437,16 @@ SURGERY: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
         dict(param_dtype=jnp.bfloat16),
     ),
     "a list": (lambda m: eqx.tree_at(lambda m: m.blocks, m, replace=list(m.blocks)), {}),
+    "quantized": (
+        lambda m: eqx.tree_at(lambda m: m.embed.weight, m, replace_fn=lambda w: w.astype("int8")),
+        {},
+    ),
+    "an adapter": (
+        lambda m: eqx.tree_at(
+            lambda m: m.blocks.layer.attn.query, m, replace_fn=lambda w: Adapted(w, w[..., 0, :2])
+        ),
+        {},
+    ),
 }
 
 
