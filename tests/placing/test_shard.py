@@ -197,6 +197,17 @@ def test_axes_that_do_not_fit(case: str):
     assert {str(problem.path): problem.why for problem in caught.value.problems} == told
 
 
+def test_axes_beside_names_in_the_rules():
+    rules = ft.AxisRules(
+        {"out_features": "model", "in_features": None, "batch": "data"}, names=ft.equinox_names
+    )
+    tree = [eqx.nn.Linear(4, 8, use_bias=False, key=jax.random.key(0)), WEIGHT]
+    linear, weight = ft.shard(tree, rules, MESH, axes=[None, "batch"])
+    assert linear.weight.sharding.spec == P("model", None) and weight.sharding.spec == P("data")
+    with raises('is annotated "out_features in_features", but `axes=` gives it "batch _"'):
+        ft.shard(tree, rules, MESH, axes=["batch _", "batch"])
+
+
 def test_axes_of_another_structure_or_of_what_is_no_array():
     with raises('axes="b" names the dimensions of a bare array, but the value has type int'):
         ft.shard({"n": 3}, RULES, MESH, axes={"n": "b"})

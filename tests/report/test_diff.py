@@ -78,6 +78,16 @@ def test_a_plan_as_json(mesh: Any) -> None:
             getattr(after, attribute)
 
 
+def test_the_json_of_a_plan_edited_by_hand() -> None:
+    text = plan(ft.P("model")).to_json()
+    data = json.loads(text)
+    data["rows"][1]["shape"] = ["all"]
+    with raises('invalid plan JSON: `rows.1.shape.0` is "all", not an integer'):
+        ft.Plan.from_json(json.dumps(data))
+    with raises("the text is not plan JSON: "):
+        ft.Plan.from_json(text[:-2])
+
+
 def test_a_plan_with_problems_as_json() -> None:
     before = ft.plan({"w": jnp.ones((3, 5))}, ft.P("model"), SIZES, check=False)
     assert before.problems and ft.Plan.from_json(before.to_json()).problems == before.problems

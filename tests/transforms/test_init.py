@@ -195,6 +195,14 @@ def test_an_optimizer_is_born_where_its_model_lies(explicit: bool):
     assert state[0].count.sharding == NamedSharding(mesh, P())
 
 
+def test_an_optimizer_of_a_model_in_host_memory_is_there_too():
+    model = {"w": jnp.ones((8, 4)), "b": jnp.ones(4)}
+    layout = {"w": ft.on_host(P("data")), "b": P()}
+    state = ft.init_optimizer(optax.adam(1e-3), model, layout, MESH)
+    assert state[0].mu["w"].sharding.memory_kind == "pinned_host"
+    assert state[0].mu["b"].sharding.memory_kind == state[0].count.sharding.memory_kind == "device"
+
+
 @pytest.mark.parametrize("jit", [True, False], ids=["jit", "without jit"])
 def test_an_optimizer_that_keeps_parameters_has_copies_of_its_own(jit: bool):
     """So that model and state can both be donated. Without jit, JAX copies nothing by itself."""

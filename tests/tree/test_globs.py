@@ -14,6 +14,7 @@ from functree.tree.globs import (
     glob_pattern,
     literal_text,
     match_text,
+    meant_glob,
 )
 from functree.tree.paths import Path, part_text
 from tests.lib.patterns import KEYS, PARTS, written
@@ -141,6 +142,22 @@ def cases(draw: st.DrawFn) -> tuple[list[tuple[str, Any]], tuple[Any, ...]]:
         else:
             keys.append(value if kind == "key" else draw(KEYS | st.just(value.replace("*", "z"))))
     return parts, tuple(keys)
+
+
+# Paths with keys that are no text, a glob that matches none ─► the suggestion.
+MEANT = [
+    ([("blocks", 1001, "w")], "blocks.1000.w", "blocks.*.w"),
+    ([(1.5, "w"), ("layer", 1.5, "w")], "laeyr.w", "layer.*.w"),
+    ([(None, "weight")], "weihgt", "**.weight"),
+    ([("layer", None)], "laeyr", "layer.**"),
+]
+
+
+@pytest.mark.parametrize(("paths", "written", "meant"), MEANT)
+def test_what_is_meant_beside_keys_that_are_no_text(
+    paths: list[tuple[Any, ...]], written: str, meant: str
+) -> None:
+    assert meant_glob(written, map(Path, paths)) == f"; did you mean `{meant}`?"
 
 
 @given(cases())
