@@ -11,6 +11,7 @@ import pytest
 from jax import Array
 
 import functree as ft
+from functree.calls.runtime_checks import has_checks
 from tests.lib.launch import ended, started
 
 X = jnp.ones(4)
@@ -87,6 +88,18 @@ def test_other_errors_stay_what_they_are():
 
     with pytest.raises((RuntimeError, ValueError), match="of the user"):
         jax.block_until_ready(ft.jit(called)(X))
+
+
+def test_callbacks_of_the_user_are_not_waited_for():
+    def pure(x: Array) -> Array:
+        return jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct((4,), "float32"), x)
+
+    def debug(x: Array) -> Array:
+        jax.debug.callback(lambda x: None, x)
+        return x
+
+    programs = [jax.make_jaxpr(fun)(X) for fun in (check, loop, pure, debug)]
+    assert list(map(has_checks, programs)) == [True, True, False, False]
 
 
 ON_SEVERAL_DEVICES = """

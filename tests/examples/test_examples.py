@@ -2,7 +2,9 @@
 mistakes in this one."""
 
 import re
+import runpy
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from rich.console import Console
 
 import functree as ft
-from tests.examples.scripts import EXAMPLES, run, run_here
+from tests.examples.scripts import EXAMPLES, as_a_script, run, run_here, variables_of
 from tests.lib.launch import ROOT
 
 pytestmark = pytest.mark.slow  # whole scripts
@@ -255,3 +257,32 @@ def test_a_mistake_is_no_traceback(name: str, arguments: str, said: str, capsys:
     code, _, err = run_here(capsys, name, *given)
     assert code == 2 and f"{name}: error: " in err and said in err and "Traceback" not in err
     assert err.count("\n") == 1 or not name.startswith("train")
+
+
+HELP = {
+    **dict.fromkeys(["train_lm.py", "three_ways.py", "train.py", "will_it_fit.py"], "(default: "),
+    **dict.fromkeys(["penzai_tour.py", "flax_tour.py", "pjit_tour.py"], "--html FILE"),
+}
+
+
+@pytest.mark.parametrize("name", HELP)
+def test_help(name: str, capsys: Captured):
+    code, out, err = run_here(capsys, name, "--help")
+    assert (code, err) == (0, "") and HELP[name] in out
+
+
+def test_matplotlib_and_treescope_may_be_missing(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("matplotlib.figure", "treescope"):
+        monkeypatch.setitem(sys.modules, name, None)
+    variables_of("train_lm.py")["draw"](None, None)
+    page = tmp_path / "page.html"
+    with as_a_script("pictures.py", "--html", str(page)) as file:
+        show = runpy.run_path(file)["Show"]("A tour")
+        show("ones", np.ones(3))
+        show.save()
+    out = capsys.readouterr().out
+    assert "The loss curve is not drawn: matplotlib is not installed. Try: pip" in out
+    assert f"{page} is not written: treescope is not installed. Try: pip" in out
+    assert not page.exists()

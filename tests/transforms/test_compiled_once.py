@@ -1,5 +1,6 @@
 """What scans is compiled once, if it is called outside of a program."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -47,3 +48,17 @@ def test_a_second_call_compiles_nothing(name: str):
     assert not heard
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(first), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("name", ["a stack", "accumulate"])
+def test_nothing_is_kept_for_a_call(name: str):
+    def objects() -> int:
+        gc.collect()
+        return len(gc.get_objects())
+
+    for _ in range(3):
+        CALLS[name]()
+    before = objects()
+    for _ in range(30):
+        CALLS[name]()
+    assert objects() - before < 30
