@@ -26,8 +26,8 @@ _NEEDS = {
     "tests/compiled/test_accelerators.py": ("libtpu", "jax_cuda13_plugin", "diffrax"),
     "tests/examples": ("grain", "matplotlib", "penzai", "treescope"),
     "tests/libraries": (
-        *("IPython", "coordax", "diffrax", "distreqx", "equimo", "flowjax"),
-        *("jax_dataclasses", "lineax", "optimistix", "paramax", "pdequinox", "penzai"),
+        *("IPython", "coordax", "diffrax", "equimo", "flax", "flowjax"),
+        *("jax_dataclasses", "lineax", "optimistix", "paramax", "penzai"),
         "transformer_flows",
     ),
     "docs/any-program.md": ("flax",),

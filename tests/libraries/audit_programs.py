@@ -352,15 +352,6 @@ def maml(p, x, y, x2, y2):
     return sgd(p, g), value
 
 
-@program("dp fsdp tp", {"p": MLP, "v": MLP, "x": "BD", "y": "BO"},
-         {**mlp("p"), "all-gather DH": "p.w1 v.w1", "all-gather HO": "p.w2 v.w2",
-          "all-gather H": "p.b1 v.b1", "all-gather O": "p.b2 v.b2",
-          "forward H": "p.b1 v.b1", "forward O": "p.b2 v.b2",
-          "BH": "p.w1 p.w2 v.w1 v.w2", "BO": "p.w2 v.w2", "BD": "p.w1 v.w1 x"})  # fmt: skip
-def hessian_vector(p, v, x, y):
-    return jax.jvp(lambda p: jax.grad(loss_of)(p, x, y), (p,), (v,))[1]
-
-
 # Weights that are computed
 
 
@@ -716,24 +707,6 @@ def ulysses(p, x):
         return y.reshape(*y.shape[:2], -1) @ p["o"]
 
     return sgd(p, jax.grad(lambda p: (jnp.tanh(apply(p, x)) ** 2).mean())(p))
-
-
-@program("tp", {"w": "DV", "x": "BD", "labels": "i:B"},
-         {"DV": "w", "BD": "w", "B": ""})  # fmt: skip
-def vocabulary_parallel(w, x, labels):
-    @mapped((P(None, "model"), P("data"), P("data")), P())
-    def loss(w, x, labels):
-        logits = x @ w
-        top = lax.pmax(lax.stop_gradient(logits).max(1), "model")
-        total = lax.psum(jnp.exp(logits - top[:, None]).sum(1), "model")
-        own = labels - lax.axis_index("model") * w.shape[1]
-        inside = (own >= 0) & (own < w.shape[1])
-        at = jnp.where(inside, own, 0)[:, None]
-        chosen = jnp.where(inside, jnp.take_along_axis(logits, at, 1)[:, 0], 0)
-        value = jnp.log(total) + top - lax.psum(chosen, "model")
-        return lax.pmean(value.mean(), "data")
-
-    return jax.value_and_grad(loss)(w, x, labels)
 
 
 # Of libraries
