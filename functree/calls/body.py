@@ -1,6 +1,6 @@
 """A `Body` turns a user's function of modules into a function of arrays that JAX can trace.
 
-function of modules ─► `Body`.
+A function of modules ─► a `Body`.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """`CallGroups` flattens a call and finds its group: the calls with the same skeleton.
 
-call of a function ─► its arrays and its `CallGroup`. `Traces` holds the groups for one function
+A call of a function ─► its arrays and its `CallGroup`. `Traces` holds the groups for one function
 with one set of options.
 """
 
@@ -91,7 +91,7 @@ class FlatCall(NamedTuple):
         group: the group of the call.
         arrays: the arrays of the call, in JAX's order. An array that functree placed differs from
             its counterpart in `call`.
-        concrete: whether all arrays are `jax.Array`s with values. Otherwise some are traced,
+        concrete: whether all arrays are `jax.Array`s with values. Otherwise, some are traced,
             abstract or NumPy arrays.
     """
 

@@ -1,6 +1,6 @@
 """`check_callbacks` refuses host callbacks in a program for GPUs that this machine lacks.
 
-traced function ─► an error, or nothing.
+A traced function ─► an error, or nothing.
 """
 
 from collections.abc import Iterable

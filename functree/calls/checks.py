@@ -1,6 +1,6 @@
 """These functions check a call before it runs.
 
-call, program ─► an error, a warning, or nothing.
+A call and its program ─► an error, a warning, or nothing.
 """
 
 from collections.abc import Hashable, Sequence

@@ -1,6 +1,6 @@
 """These functions find the values that a function closes over, and the leaves in them.
 
-function ─► its variables ─► their leaves, with paths.
+A function ─► its variables ─► their leaves, with paths.
 """
 
 import functools

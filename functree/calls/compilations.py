@@ -1,6 +1,6 @@
 """`Log` records the compilations of one function, and the reason for each.
 
-two compilations of one function ─► the differences between them.
+Two compilations of one function ─► the differences between them.
 """
 
 import dataclasses
@@ -289,7 +289,7 @@ class Log:
 
         A single recompilation may be intended.
         """
-        # Not isinstance: True is an int, and a bool only switches between two programs.
+        # `isinstance` would count True as an int, but a bool only switches between two programs.
         if type(changed.now) not in (int, float, complex):
             return
         self._numbers[changed.path] += 1

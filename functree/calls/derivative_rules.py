@@ -43,7 +43,7 @@ def in_context(fun: Callable[_P, _T], context: MakeContext) -> Callable[_P, _T]:
 
     @functools.wraps(fun, updated=())
     def rewritten(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        # Not `jitted.trace`, whose result lacks the traced arrays that the function closes over.
+        # The result of `jitted.trace` would lack the traced arrays that the function closes over.
         jaxpr, output = jax.make_jaxpr(jitted, return_shape=True)(*args, **kwargs)
         run = jaxpr_as_fun(_Rewriting(context).value(jaxpr))
         return tree_unflatten(tree_structure(output), run(*tree_leaves((args, kwargs))))

@@ -39,7 +39,7 @@ class Program:
         group: the group of the calls.
         body: the function from arrays to arrays.
         jitted: `jax.jit` of the body; under `jax.disable_jit()`, the body itself.
-        mesh: the mesh of the body; None for the mesh of the arguments.
+        mesh: the mesh of the body; None to use the mesh of the arguments.
         rules: the ambient rules of the body.
         entered: the mesh to set around a call, unless it is the current mesh.
         out_shardings: the sharding of each array of the result; None if the result is not laid out.
@@ -47,8 +47,8 @@ class Program:
             can be donated.
         has_checks: whether the program has Equinox checks, for which a call waits. The checks of a
             program inside another program belong to the outer program.
-        is_kept: whether later calls may use the program. False if the program closes over a traced
-            array, since that array's trace ends before later calls.
+        is_kept: whether later calls may use the program. They may not if the program closes over a
+            traced array, since that array's trace ends before later calls.
     """
 
     group: CallGroup
@@ -243,9 +243,9 @@ def without_jit() -> bool:
 def around(mesh: Mesh | AbstractMesh | None) -> AbstractContextManager[object]:
     """Return a context manager that sets a mesh.
 
-    The context manager does nothing if the mesh is already current, or during a trace. Call this
-    function only in a `with` statement, since `jax.set_mesh` sets the mesh when it is called, not
-    when it is entered.
+    The context manager does nothing for an abstract mesh or None, if the mesh is already current,
+    or during a trace. Call this function only in a `with` statement, since `jax.set_mesh` sets the
+    mesh when it is called, not when it is entered.
     """
     if not isinstance(mesh, Mesh) or tracing() or jax.sharding.get_mesh() is mesh:
         return nullcontext()

@@ -1,8 +1,8 @@
 """`run_checked` raises Equinox's own error if an Equinox check in a program fails.
 
-One such check is `eqx.error_if`. Equinox raises its error from a callback in the program. JAX
-wraps this error in an error with a much longer text. JAX raises the longer error where the result
-is used, which may be in a different function. `run_checked` raises Equinox's error in the call, as
+One such check is `eqx.error_if`. Equinox raises its error from a callback in the program. JAX wraps
+this error in an error with a much longer text. JAX raises the longer error where the result is
+used, which may be in a different function. `run_checked` raises Equinox's error in the call, as
 `eqx.filter_jit` does.
 """
 

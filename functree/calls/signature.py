@@ -89,7 +89,7 @@ class Record(tuple):
     """
 
     __slots__ = ()
-    # Not annotated, since `_fields` would then be read as a parameter.
+    # With an annotation, `_fields` would be read as a parameter.
     _fields = tuple[str, ...]()
 
     def __new__(cls, *values: Tree) -> Self:

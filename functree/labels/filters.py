@@ -193,8 +193,8 @@ def glob(pattern: str) -> Filter:
     `*` matches any text within one part, and `**` matches any number of parts.
 
     Args:
-        pattern: parts joined by dots. Quote each key that is not an identifier. Wildcards in quotes
-            are literal.
+        pattern: parts joined by dots. Quote each string key that is not an identifier. Wildcards
+            in quotes are literal.
 
     Raises:
         RuleError: if `pattern` is not a string.
@@ -222,7 +222,7 @@ class Regex(Filter):
     Attributes:
         pattern: the expression.
         separator: the text that joins the keys of a path. The joined text is searched for the
-            expression. None for a compiled expression, which must match the whole path.
+            expression. It is None for a compiled expression, which must match the whole path.
     """
 
     pattern: re.Pattern[str]
@@ -325,7 +325,7 @@ def under(cls: "type | types.UnionType") -> Filter:
 
 
 def bare_class(classes: Iterable[Any]) -> str:
-    """Return the end of an error about a class with type arguments, such as `Box[int]`.
+    """Return the end of a message about a class with type arguments, such as `Box[int]`.
 
     The text is empty if no class has type arguments.
     """

@@ -18,14 +18,14 @@ def unheld_problem(path: Path, value: Any) -> Problem:
 
 
 class FollowedLeaf(NamedTuple):
-    """Leaf whose decision also applies to its follower, such as a moment of a parameter.
+    """A leaf whose decision also applies to its follower, such as a moment of a parameter.
 
     Attributes:
-        path: the path of the followed leaf. None if the follower, such as an optimizer's step
+        path: the path of the followed leaf. It is None if the follower, such as an optimizer's step
             count, depends on no parameter. Such a follower is replicated.
         dims: for each dimension of the follower, the index of the matching dimension of the
             followed leaf; None for a dimension that only the follower has.
-        known: False if the follower depends on parameter shapes in a way that cannot be determined.
+        known: whether it is known how the follower's shape depends on the shapes of parameters.
         batched: whether the follower's training state was made under `vmap`, which adds a dimension
             to each leaf.
     """
@@ -66,8 +66,9 @@ class Leaf(NamedTuple):
         misfit: the problem if its axes cannot be determined, or None.
         within: the classes of the nodes above it, outermost first.
         seen: the path that filters match. For a layout's filters, it begins at the root of the tree
-            that the layout is for; in a training state, at the root of the model. None if there is
-            no such path. Only `...` and patterns that begin with one of `roots` match such a leaf.
+            that the layout is for; in a training state, at the root of the model. It is None if
+            there is no such path. In that case, only `...` and patterns that begin with one of
+            `roots` match the leaf.
         roots: the names above the leaf that patterns may begin with.
         stacked: the number of leading dimensions that belong to stacks of layers.
         buffer: whether the array is marked as not trained.
@@ -165,7 +166,7 @@ def meeting(leaves: Iterable[Leaf]) -> list[Problem]:
     return problems
 
 
-# The modules of the classes of plain containers.
+# The Python modules that define the classes of plain containers.
 _CONTAINERS = ("builtins", "collections")
 
 

@@ -142,7 +142,7 @@ def arrays_by_path(tree: Tree) -> dict[Path, AnyArray]:
         nodes = walk(tree, in_model=True)
         return {Path(keys): node for keys, node, kind in nodes if kind is ARRAY}
     except (TypeError, RecursionError):
-        read(tree)  # this error has the path of the node that JAX cannot flatten
+        read(tree)  # raises an error with the path of the node that JAX cannot flatten
         raise
 
 

@@ -100,7 +100,7 @@ def _root(path: Path, index: int, field: int, scope: Scope) -> Root:
 def _in_training_state(
     path: Path, state: TrainingState, members: Sequence[tuple[int, Leaf]]
 ) -> Iterator[tuple[int, Leaf]]:
-    """Yield the labeled leaves of one training state, each with its index in `members`.
+    """Yield the labeled leaves of one training state, each with the index that `members` gives it.
 
     Each leaf is labeled with its path in the model and the leaf that it follows.
     """

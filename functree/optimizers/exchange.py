@@ -28,8 +28,7 @@ class Exchange:
     Attributes:
         sizes: the number of devices along each mesh axis.
         stacks: the sizes of each stack's leading dimensions on a device. They equal the global
-            sizes, unless mesh axes shard the layers. A single matrix has the
-            entry `()`.
+            sizes, unless mesh axes shard the layers. A single matrix has the entry `()`.
         layer: the shape of one layer.
         dims: the mesh axes that shard each dimension of a layer.
         exchanged: the mesh axes over which shards of matrices are exchanged for whole layers.

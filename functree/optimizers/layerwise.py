@@ -112,7 +112,7 @@ def layerwise(tx: optax.GradientTransformation) -> optax.GradientTransformationE
 
 
 def _shardings(tx: Any, params: Leaves) -> list[Sharding | None] | None:
-    """Return a state's shardings, or None unless all parameters share the same two or more devices.
+    """Return a state's shardings, or None if the parameters do not share several devices.
 
     State with the shape of its parameter is sharded like the parameter, since `jnp.zeros_like` of
     one layer ignores the sharding of its stack.
@@ -139,7 +139,7 @@ def _shardings(tx: Any, params: Leaves) -> list[Sharding | None] | None:
 def _check(tx: Any, updates: Leaves, params: Leaves | None, extra: Mapping[str, Tree]) -> None:
     """Raise a FunctreeError if a result depends on several leaves, or the state has a random key.
 
-    The problems are cached for equal shapes.
+    The problems are cached for equal types.
     """
     types = [
         None if leaves is None else trained_type(single_layers(leaves))
@@ -214,7 +214,7 @@ def _keys(traced: TracedUpdate) -> Iterator[Problem]:
 
 
 def _depending(traced: TracedUpdate, stacks: Mapping[Path, tuple[int, ...]]) -> Iterator[Problem]:
-    """Yield problems for results that depend on several leaves, one of which is in a stack.
+    """Yield problems for results that depend on several leaves, if any of them is in a stack.
 
     The trace contains two layers of each stack.
     """

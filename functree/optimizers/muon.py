@@ -162,7 +162,10 @@ _OF_ONE = ("ns_coeffs", "ns_steps", "eps", "adaptive", "preconditioning", "consi
 def _orthogonalize(
     given: Mapping[str, Any], dimensions: MuonDimensionNumbers | None
 ) -> MatrixFunction:
-    """Return optax's Muon for one matrix, without momentum, decay or a learning rate."""
+    """Return a function that applies optax's Muon to one matrix.
+
+    The function uses neither momentum nor weight decay, and its learning rate is 1.
+    """
 
     def orthogonalized(matrix: jax.Array) -> jax.Array:
         tx = optax.contrib.muon(

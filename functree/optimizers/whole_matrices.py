@@ -40,10 +40,10 @@ def on_whole_matrices(
 ) -> optax.GradientTransformation:
     """Create an optax transform that applies a function to each whole matrix of the updates.
 
-    An optimizer such as Muon multiplies each matrix by itself, several times in each update. If
-    the matrices are sharded, as under FSDP and tensor parallelism, each product moves partial sums
-    between devices. This transform instead spreads the layers of stacks, and matrices with the
-    same shape, over the devices, so that each device has whole matrices. Shards are exchanged once
+    An optimizer such as Muon multiplies each matrix by itself, several times in each update. If the
+    matrices are sharded, as under FSDP and tensor parallelism, each product moves partial sums
+    between devices. This transform instead spreads the layers of stacks, and matrices with the same
+    shape, over the devices, so that each device has whole matrices. Shards are exchanged once
     before `fn`, and once after it.
 
     The transform has no state. Place it between an optimizer's elementwise transforms, such as

@@ -18,7 +18,7 @@ M = TypeVar("M")
 
 
 class AveragedState(NamedTuple):
-    """State of `ft.with_ema`: the inner optimizer's state, and the average of the parameters."""
+    """The state of `ft.with_ema`: the inner optimizer's state and the parameters' average."""
 
     inner: Tree
     average: Tree
@@ -29,9 +29,9 @@ def with_ema(
 ) -> optax.GradientTransformationExtraArgs:
     """Build an optimizer that keeps an exponential moving average of the parameters in its state.
 
-    `ft.averaged` returns the model with the average. The average is sharded like the parameters and
-    saved with the rest of the state. Its dtype is at least float32, so that rounding does not lose
-    small steps.
+    `ft.averaged` returns the model with the averaged parameters. The average is sharded like the
+    parameters and saved with the rest of the state. Its dtype is at least float32, so that rounding
+    does not lose small steps.
 
     Args:
         tx: the whole optimizer, from optax. The average does not include changes that a later

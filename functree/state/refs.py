@@ -18,20 +18,20 @@ from functree.tree.paths import Path
 
 
 class _Token:
-    """Identity of a piece of state: refs that share a token declare the same piece.
+    """The identity of a piece of state: refs that share a token declare the same piece.
 
     Refs themselves cannot be compared by identity, since `jax.tree.map` rebuilds modules.
     """
 
 
 class StateRef(eqx.Module, HoldsState):
-    """Declaration of a piece of state in a module.
+    """A declaration of a piece of state in a module.
 
     `ft.make_state` moves the values to a `State`, which functions take and return. If a model
     contains the same ref twice, both occurrences declare the same piece of state.
 
     Args:
-        init: the initial value: an array or a number.
+        init: the initial value, which is an array or a number.
         axes: the names of the value's dimensions.
 
     Raises:
@@ -95,8 +95,8 @@ class StateRef(eqx.Module, HoldsState):
     def at(self, path: Path) -> "StateRef":
         """Return a copy of the ref with the path of its value in a `State`.
 
-        The initial value is dropped, and so is the token, so that equal models have equal refs and
-        share a trace.
+        The copy has neither the initial value nor the token, so that equal models have equal refs
+        and share a trace.
         """
         ref = object.__new__(StateRef)  # `__init__` requires a value
         for name, value in {**vars(self), "init": None, "path": path, "token": None}.items():
@@ -113,8 +113,9 @@ class StateRef(eqx.Module, HoldsState):
 def holds(dtype: DTypeLike, value: Any) -> bool:
     """Return whether a dtype can hold a Python number or the values of a NumPy array.
 
-    Integers must not wrap, and finite numbers must stay finite. JAX checks only some dtypes: it
-    silently wraps values that do not fit into int4, and NumPy's 64-bit integers.
+    Integers must not wrap, and finite numbers must stay finite. JAX checks only some dtypes. For
+    example, it silently wraps values that do not fit into int4, and 64-bit NumPy integers that do
+    not fit into int32.
     """
     if jnp.issubdtype(dtype, jnp.integer):
         limits = jnp.iinfo(dtype)
@@ -126,7 +127,7 @@ def holds(dtype: DTypeLike, value: Any) -> bool:
         return True
     for part in (value.real, value.imag):
         numbers = np.ravel(part)
-        # Only finite numbers: NaN and infinity fit into all these dtypes.
+        # Only finite numbers are compared. NaN and infinity are accepted for every dtype.
         numbers = numbers[(numbers == numbers) & (abs(numbers) != math.inf)]
         if numbers.size and not least <= numbers.min() <= numbers.max() <= most:
             return False

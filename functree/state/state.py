@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class State(StateMapping):
-    """Immutable mapping from paths to a model's state arrays. `ft.make_state` builds it.
+    """An immutable mapping from paths to a model's state arrays. `ft.make_state` builds it.
 
     A `State` is a pytree whose leaves have the keys `DictKey(str(path))`. In layouts, filters and
     checkpoints, a value is identified by its ref's path in the model.
@@ -191,7 +191,7 @@ _OTHER = "pass the state that `ft.make_state` returned with this model"
 
 def _takes(dtype: DTypeLike, number: complex) -> bool:
     """Return whether a Python number fits a dtype's kind: 1.5 does not fit an integer dtype."""
-    if isinstance(number, bool):  # before `int`, of which it is a subclass
+    if isinstance(number, bool):  # first, since `bool` is a subclass of `int`
         return jnp.issubdtype(dtype, jnp.bool_) or jnp.issubdtype(dtype, jnp.number)
     if isinstance(number, int):
         return jnp.issubdtype(dtype, jnp.number)

@@ -38,13 +38,13 @@ N = TypeVar("N")
 
 
 class TrainState(eqx.Module, TrainingState, ShownByPlan, Generic[M]):
-    """Training state: a model, its optimizer's state and the step. `TrainState.create` builds it.
+    """A training state: a model, its optimizer's state and the step.
 
-    The model's layout applies to the whole training state. The optimizer's state is laid out as in
-    `ft.plan_optimizer`, and the model's state according to the layout's rules. Everything else is
-    replicated. Filters are matched against paths within the model. A pattern that begins with a
-    field of the training state, such as `opt_state.0.mu.**`, is matched against paths that begin
-    with that field.
+    `TrainState.create` builds it. The model's layout applies to the whole training state. The
+    optimizer's state is laid out as in `ft.plan_optimizer`, and the model's state according to the
+    layout's rules. The step and the key are replicated. Filters are matched against paths within
+    the model. A pattern that begins with a field of the training state, such as
+    `opt_state.0.mu.**`, is matched against paths that begin with that field.
 
     Attributes:
         step: the number of updates.
@@ -84,7 +84,7 @@ class TrainState(eqx.Module, TrainingState, ShownByPlan, Generic[M]):
         """Print the current shardings of the arrays in IPython."""
         printer.text(table_text(self) or repr(self))
 
-    # `TrainState.create` names no M, so the type of the argument has to determine M.
+    # Callers of `TrainState.create` pass no type argument, so the type of `model` determines M.
     @classmethod
     def create(
         cls: "type[TrainState[Any]]",
@@ -163,7 +163,7 @@ class TrainState(eqx.Module, TrainingState, ShownByPlan, Generic[M]):
             # `tx.init` allocates arrays even for abstract parameters, and these arrays may exceed
             # any device's memory.
             start = partial(abstract_result, start)
-        # On Explicit axes, an optimizer that computes with arrays needs their mesh as current mesh.
+        # On Explicit axes, an optimizer that computes with arrays needs their mesh to be current.
         on = explicit_mesh(leaf.value for leaf in leaves.leaves)
         with around(on):
             step, opt_state = start(params)
@@ -271,8 +271,8 @@ def _updates(
     try:
         return update(gradients, moments, params, **extra)
     except (TypeError, ValueError) as error:
-        # Only a failed update gets the note: to detect another model's moments in advance,
-        # each update would have to trace `init`.
+        # Only a failed update gets the note: to detect another model's moments in advance, each
+        # update would have to trace `init`.
         error.add_note(_OF_ANOTHER_MODEL)
         raise
 

@@ -44,7 +44,7 @@ _T = TypeVar("_T")
 
 
 class InitOptions(NamedTuple):
-    """Options of `ft.init`.
+    """The options of `ft.init`.
 
     Attributes:
         layout: the layout of the tree.
@@ -58,7 +58,7 @@ class InitOptions(NamedTuple):
 
 
 class Init(Function[_P, _T]):
-    """Function that creates a sharded tree. `ft.init` returns it.
+    """A function that creates a sharded tree. `ft.init` returns it.
 
     Attributes:
         compilations: one record for each compilation, with the differences from the most similar

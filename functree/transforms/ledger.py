@@ -445,7 +445,7 @@ def _by_identity(
     kwargs: Mapping[str, Tree],
     handed: Callable[[Sequence[Tree], Mapping[str, Tree]], Tree],
 ) -> dict[Path, Path]:
-    """Map the paths by comparing the identities of leaves.
+    """Map JAX's paths to the call's paths by comparing the identities of leaves.
 
     Args:
         fn: the jitted function.

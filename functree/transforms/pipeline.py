@@ -132,7 +132,7 @@ Layers = Callable[[Tree, Sequence[Array], Sequence[Tree]], Tree]
 
 
 class _Plan(NamedTuple):
-    """Mesh axes and micro-batches of a pipeline.
+    """The mesh axes and the number of micro-batches of a pipeline.
 
     Attributes:
         stages: the mesh axes of the stages.
@@ -259,7 +259,7 @@ def _manual(plan: _Plan) -> set[str]:
 
 
 def _placed(plan: _Plan, x: Array, wanted: PartitionSpec) -> Array:
-    """Reshard an array to the type on Explicit axes that the shard_map requires."""
+    """On Explicit axes, reshard an array to the type that the shard_map requires."""
     spec = typed_spec(x)
     if spec is None:
         return x

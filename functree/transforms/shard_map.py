@@ -67,7 +67,7 @@ Shapes = Literal["global", "local"] | None
 
 
 class MapOptions(NamedTuple):
-    """Checked options of `ft.shard_map`."""
+    """The checked options of `ft.shard_map`."""
 
     mesh: Mesh | AbstractMesh | None
     in_specs: LayoutTree
@@ -241,7 +241,7 @@ def is_untyped(value: Any) -> bool:
 
 
 class Mapped(Function[_P, _T]):
-    """Function that runs on each device with that device's shards. `ft.shard_map` returns it.
+    """A function that runs on each device with that device's shards. `ft.shard_map` returns it.
 
     Attributes:
         compilations: one record for each compilation, with the differences from the most similar
@@ -441,7 +441,7 @@ def _specs_of_result(
 
 
 class MapKeywords(TypedDict, total=False):
-    """Options of `ft.shard_map`, as users write them."""
+    """The options of `ft.shard_map`, as users write them."""
 
     mesh: MeshLike
     in_specs: LayoutTree

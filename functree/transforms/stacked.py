@@ -47,7 +47,7 @@ Each = Mapping[str, Tree] | None
 
 
 class ScanOptions(TypedDict, total=False):
-    """Options of `Stacked.scan` that do not change the type of its result."""
+    """The options of `Stacked.scan` that do not change the type of its result."""
 
     each: Each
     remat: Remat
@@ -259,7 +259,7 @@ _Step = Callable[[tuple[Tree, Tree], tuple[Tree, Tree]], tuple[Tree, Tree]]
 
 
 class _Options(NamedTuple):
-    """Options of a scan, as in `Stacked.scan`."""
+    """The options of a scan, as in `Stacked.scan`."""
 
     collect: bool
     remat: Remat
@@ -496,7 +496,7 @@ def _types(x: Tree) -> str:
 
 
 class _Text(str):
-    """String that is printed without quotes, even inside a tree."""
+    """A string that is printed without quotes, even inside a tree."""
 
     __repr__ = str.__str__
 

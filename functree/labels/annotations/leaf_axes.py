@@ -117,7 +117,7 @@ def _given(
 def _chosen(
     value: AnyArray, path: Path, hint: Hint, fitting: Sequence[ArrayForm], stack: tuple[str, ...]
 ) -> LeafAxes:
-    """Choose among the alternatives with the right rank, using their dtypes if they differ."""
+    """Choose among the alternatives with the right rank, by dtype if their axes or specs differ."""
     options = _different(fitting, value, stack)
     if len(options) > 1:
         # Dtypes are compared only here, since a single alternative names the axes of an array of
@@ -203,7 +203,7 @@ def _wrong_rank(
 
 
 def _unresolved(value: AnyArray, path: Path, hint: Hint, stack: tuple[str, ...]) -> LeafAxes:
-    # Resolve it again for the text of Python's error.
+    # Resolve the annotation again, to get the text of Python's error.
     remedy = (
         "define or import the name in the class's module, "
         "not in a function or under `TYPE_CHECKING`"

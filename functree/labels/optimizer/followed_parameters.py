@@ -5,8 +5,8 @@ An optimizer and its parameters ─► a `FollowedLeaf` for each leaf of its sta
 The classes of the state's nodes are not used, since they differ between optimizers. A leaf's path
 shows which parameter it belongs to. A leaf with its parameter's shape has all of the parameter's
 dimensions. For other leaves, `tx.init` is traced a second time, with all sizes of the parameters
-changed to distinct ones. A leaf's new sizes then show which of the parameter's dimensions the
-leaf has.
+changed to distinct ones. A leaf's new sizes then show which of the parameter's dimensions the leaf
+has.
 
 Tracing is slow, and most parameters of a large model are alike. If the optimizer allows it, the
 second trace therefore covers only one parameter of each kind.
@@ -80,7 +80,7 @@ StateArrays = Mapping[Path, Any]
 """The arrays of an optimizer's state by path. Only their shapes and dtypes matter."""
 
 Owners = Mapping[Path, Sequence[Path]]
-"""For the path of each leaf of a state, the parameters that it may belong to, likeliest first."""
+"""The parameters that each leaf of a state may belong to, likeliest first, by the leaf's path."""
 
 
 # The number of different steps by which sizes are changed. Parameters that paths may not
@@ -429,9 +429,9 @@ def _owners_below(paths: Sequence[Path], parameters: Collection[Path]) -> dict[P
     """Return the parameters whose paths end like a leaf's path, for leaves without a prefix.
 
     `optax.lookahead` updates pairs of parameters, such as `fast.w` and `slow.w`, and initializes
-    its inner optimizer with one parameter of each pair. So the paths in its state end
-    only with `w`. If too many parameters have the same end, sizes cannot distinguish them, and the
-    leaf has no owner.
+    its inner optimizer with one parameter of each pair. So the paths in its state end with `w`
+    alone. If too many parameters have the same end, sizes cannot distinguish them, and the leaf has
+    no owner.
     """
     if not paths:
         return {}

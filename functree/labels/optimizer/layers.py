@@ -173,7 +173,10 @@ def _mapped(
 
 
 def _axis(stack: Shape, level: tuple[int, int]) -> int | None:
-    """Return 0, the dimension to map once outer stacks are mapped, or None for no stack."""
+    """Return the dimension to map for a level of stacks, or None if an array has no such stack.
+
+    The dimension is 0, since outer stacks are mapped first.
+    """
     return 0 if level in enumerate(stack) else None
 
 

@@ -112,8 +112,8 @@ def _array_type(leaf: Leaf) -> Hashable:
 _CONFIG: Any = jax.config  # type checkers do not find its options
 
 # A state is planned repeatedly: to create it, to place it, and for the shardings of each function
-# that takes it. The results of traces are therefore cached by `tx.init`, a function that differs
-# for each optimizer.
+# that takes it. The results of traces are therefore cached by `tx.init`, a function that only
+# optimizers without state share.
 _KNOWN: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 _REMEMBERED = 16  # the maximum number of results for each optimizer
 

@@ -70,7 +70,7 @@ def treated_differently(tx: Any, trained: TrainedModel) -> Sequence[Leaf]:
     """Return the leaves of stacks whose update differs from the update of their layers.
 
     The comparison skips optimizers that combine several leaves, or whose `update` needs more
-    arguments. It also skips a model with a single array, whose norm may be intended as a global
+    arguments. It also skips a model with a single parameter, whose norm may be intended as a global
     norm. Random numbers do not count as a difference.
     """
     if len(trained.parameters) == 1:

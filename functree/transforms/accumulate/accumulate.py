@@ -411,7 +411,7 @@ def _zeros(kind: ArrayType) -> jax.Array:
     along which it varies.
     """
     dtype = kind.dtype
-    # In a narrower dtype, small terms would be lost in rounding.
+    # In a dtype narrower than float32, small terms would be lost in rounding.
     if jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits < 32:
         dtype = np.dtype(np.float32)
     is_explicit = AxisType.Explicit in kind.sharding.mesh.axis_types
@@ -568,8 +568,8 @@ class Shards:
             spec: the spec of the sum.
         """
         # For each dimension, `blocks` lists its leading mesh axes that belong to the batch. These
-        # mesh axes split the dimension into blocks, which the dimension's other
-        # mesh axes split further.
+        # mesh axes split the dimension into blocks, which the dimension's other mesh axes split
+        # further.
         blocks: list[tuple[str, ...]] = []
         for partition in spec.partitions:
             blocks.append(tuple(takewhile(self.axes.__contains__, mesh_axes(partition))))

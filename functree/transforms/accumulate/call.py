@@ -1,8 +1,8 @@
 """A `Call` gives each array in a call of a gradient function a role in the micro-batch loop.
 
 The loop divides the arrays of the batch and splits random keys. It takes carried arrays from the
-previous micro-batch. All other arrays are the same in each micro-batch. This module also checks
-the function's arguments and results.
+previous micro-batch. All other arrays are the same in each micro-batch. This module also checks the
+function's arguments and results.
 """
 
 import math

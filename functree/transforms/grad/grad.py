@@ -79,11 +79,11 @@ def value_and_grad(
 
     Inside `ft.shard_map`, JAX sums the gradient of a shared parameter over all shards. If the loss
     on each of `n` shards is the mean over its examples, the sum is `n` times the gradient of the
-    overall mean. A loss that differs between shards therefore raises an error. Return
-    `jax.lax.pmean(loss, "data")`, or `psum` if the loss is a sum. The gradients then need no
-    reduction. The check cannot detect a parameter that was gathered with `all_gather`: its gradient
-    is still the gradient of the summed losses. `check_vma=False` always raises an error, since each
-    shard then computes only its own part of the gradient.
+    overall mean. A loss that differs between shards therefore raises an error if a parameter is
+    shared. Return `jax.lax.pmean(loss, "data")`, or `psum` if the loss is a sum. The gradients then
+    need no reduction. The check cannot detect a parameter that was gathered with `all_gather`: its
+    gradient is still the gradient of the summed losses. `check_vma=False` always raises an error,
+    since each shard then computes only its own part of the gradient.
 
     Args:
         fn: a function that returns a scalar, or with `has_aux` a pair of a scalar and any other
@@ -204,7 +204,7 @@ def grad(
         RuleError: if `wrt` is not a filter.
         RuleError: if `layout` is a tuple without one layout for each of `argnums`.
         RuleError: (when called) if a pattern in `wrt` matches no leaf.
-        FunctreeError: if `ft.value_and_grad` would raise it.
+        FunctreeError: if `ft.value_and_grad` would raise this error.
         ShardingError: (when called) if the layout does not fit the gradients.
 
     Examples:
@@ -251,7 +251,7 @@ def _like(fn: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[...
 
 
 class _Call(NamedTuple):
-    """Arguments of a call. The differentiated arguments are positional, at `places`."""
+    """The arguments of a call. The differentiated ones are positional, at `places`."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]

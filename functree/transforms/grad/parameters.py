@@ -230,8 +230,8 @@ def _typed(array: Any) -> bool:
 def laid_out_as(parameter: Any, gradient: Any) -> Any:
     """Shard a gradient like its parameter.
 
-    On Auto axes, the type of a traced parameter has no sharding. The compiler derives the
-    sharding from the program's arguments, even under `vmap` and in a scan.
+    On Auto axes, the type of a traced parameter has no sharding. The compiler derives the sharding
+    from the program's arguments, even under `vmap` and in a scan.
     """
     if _typed(parameter):
         return gradient

@@ -311,8 +311,7 @@ class Jit(Function[_P, _T]):
         array replaces.
         """
         name, layouts = self._signature.name, self._options.out_shardings
-        # The tree is built only now, since the constructors of some classes refuse abstract
-        # arrays.
+        # The tree is built only now, since some classes' constructors refuse abstract arrays.
         result = output.tree
         given: Shardings = [None] * len(output.values)
         if layouts is not None:
@@ -460,7 +459,7 @@ def _repacked(result: Tree, packed: Sequence[Skeleton]) -> Tree:
 
 
 class CheckedJit(Jit[_P, _T]):
-    """Function that runs only if all processes compile the same program.
+    """A function that runs only if all processes compile the same program.
 
     `ft.jit(..., check_processes=True)` makes it.
     """
