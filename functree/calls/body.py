@@ -125,7 +125,8 @@ class Body:
         compute: a function from the arrays of a call to the output.
         arguments: the grouping of the arrays into arguments.
         traces: the traces of the user's function, which refer to the function and hold its name.
-        context: the context in which the user's function runs; None if it needs no context.
+        context: a function that creates the context in which custom derivative rules run; None if
+            they need no context.
     """
 
     def __init__(

@@ -193,8 +193,8 @@ def glob(pattern: str) -> Filter:
     `*` matches any text within one part, and `**` matches any number of parts.
 
     Args:
-        pattern: parts joined by dots. Quote each string key that is not an identifier. Wildcards
-            in quotes are literal.
+        pattern: parts joined by dots. Quote each string key that is not an identifier. Wildcards in
+            quotes are literal.
 
     Raises:
         RuleError: if `pattern` is not a string.
@@ -222,7 +222,8 @@ class Regex(Filter):
     Attributes:
         pattern: the expression.
         separator: the text that joins the keys of a path. The joined text is searched for the
-            expression. It is None for a compiled expression, which must match the whole path.
+            expression. Without a separator, as for a compiled expression, the expression must match
+            the whole path.
     """
 
     pattern: re.Pattern[str]

@@ -64,7 +64,8 @@ def layerwise(tx: optax.GradientTransformation) -> optax.GradientTransformationE
         FunctreeError: if `tx` is not an optimizer.
         FunctreeError: (when called) if `tx` combines several leaves, some of which are in a stack.
         FunctreeError: (when called) if the optimizer's state contains a random key.
-        FunctreeError: (when called) if the state belongs to a different optimizer.
+        FunctreeError: (when called) if an array of the state does not have the shape that `init`
+            gives it.
 
     Examples:
         >>> import optax

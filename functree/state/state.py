@@ -34,7 +34,7 @@ class State(StateMapping):
 
     Raises:
         StateError: if the `State` is indexed with a ref that has no path yet.
-        StateError: if the `State` is indexed with a ref that belongs to another model.
+        StateError: if the `State` has no value for the ref with which it is indexed.
         StateError: if a ref and its value differ in shape or dtype.
 
     Examples:

@@ -50,7 +50,7 @@ class TrainState(eqx.Module, TrainingState, ShownByPlan, Generic[M]):
         step: the number of updates.
         model: the model.
         opt_state: the optimizer's state, for the parameters that the optimizer updates.
-        state: the model's state, from its `ft.StateRef`s, or None.
+        state: the model's state, which is an `ft.State` or an `eqx.nn.State`, or None.
         key: a random key, for example for dropout, or None.
         tx: the optimizer, which is static. Build it once: two optimizers with the same options are
             unequal, so the step would compile again for a new one.
@@ -213,7 +213,7 @@ def apply_gradients(
         FunctreeError: if a parameter has no gradient.
         FunctreeError: if a parameter and its gradient differ in shape.
         FunctreeError: if an array is deleted.
-        StateError: if `state` belongs to another model.
+        StateError: if `state` does not have the structure of the model's state.
 
     Examples:
         >>> import optax
@@ -289,7 +289,7 @@ _OF_THIS_MODEL = "pass the gradient of this model, from `ft.grad` or `ft.value_a
 
 
 def _same_pieces(state: Tree, before: Tree) -> bool:
-    """Return whether two states belong to the same model."""
+    """Return whether two states may belong to the same model."""
     # Equinox empties a state when a new state is made from it, so its pieces cannot be compared.
     if isinstance(before, eqx.nn.State):
         return isinstance(state, eqx.nn.State)

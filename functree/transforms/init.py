@@ -226,8 +226,8 @@ def init(make: Callable[_P, _T], layout: LayoutTree, mesh: MeshLike = None) -> I
     No device ever holds a full copy of an array that the layout shards.
 
     Args:
-        make: the function that makes the tree. It runs under jit and is compiled once for all keys.
-            Arguments that are not arrays are static.
+        make: the function that makes the tree. It runs under jit and is compiled once for all
+            random keys. Arguments that are not arrays are static.
         layout: the layout of the tree.
         mesh: a mesh, or None for the current one.
 

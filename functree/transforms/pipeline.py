@@ -157,7 +157,7 @@ class _Plan(NamedTuple):
         return x.reshape(-1, self.microbatches, *x.shape[1:]).swapaxes(0, 1)
 
     def split_keys(self, keys: Array) -> Array:
-        """Split random keys for each micro-batch of this device."""
+        """Split each random key into one key for each micro-batch of this device."""
         shards = devices_along(self.batch)
         shard = jax.lax.axis_index(self.batch) if self.batch else 0
         split = partial(jax.random.split, num=self.microbatches * shards)

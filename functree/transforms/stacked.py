@@ -60,9 +60,8 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
     """`n` layers of equal structure in one module, which applies them in order.
 
     The module is both a sequence of layers (`len(s)`, `s[i]`, `s[1:3]`, iteration) and a layer
-    (`s(x)`).
-    The compiled program contains one layer, regardless of `n`. Outside jit, the stack is compiled
-    once for arrays of equal types.
+    (`s(x)`). The compiled program contains one layer, regardless of `n`. Outside jit, the stack is
+    compiled once for arrays of equal types.
 
     Args:
         layer: a layer whose array leaves all have a leading dimension of size `n`. `ft.stack` and

@@ -112,7 +112,8 @@ def value_and_grad(
         FunctreeError: (when called) if the filter matches no leaf.
         FunctreeError: (when called) if the filter matches a leaf that is abstract or not inexact.
         FunctreeError: (when called) if the call has no argument at a position in `argnums`.
-        FunctreeError: (when called) inside shard_map, if the loss differs between shards.
+        FunctreeError: (when called) inside shard_map, if the loss differs between shards that share
+            a parameter.
         FunctreeError: (when called) if the call is inside a shard_map with `check_vma=False`.
         ShardingError: (when called) if the layout does not fit the gradients.
 

@@ -271,7 +271,8 @@ def _tied(gradient: jax.Array, parameter: Any) -> jax.Array:
 #
 # The result is right if the sum is constrained first and scattered afterwards. This moves no more
 # bytes if two mesh axes shard the gradient itself, since the partitioner sums before it slices in
-# any case. If two mesh axes shard only a factor, the unsharded gradient is summed.
+# any case. If two mesh axes shard only a factor, more bytes move, since the unsharded gradient is
+# summed.
 
 
 # A gradient is summed over the dimensions of an activation with these names.

@@ -91,10 +91,10 @@ class Jit(Function[_P, _T]):
     """A function that `ft.jit` compiles once for each structure and set of argument types.
 
     Attributes:
-        compilations: a record for each program that the function has used, with the differences
-            from the most similar earlier program. Wrappers of one function with equal options share
-            traces and programs. If another wrapper compiled a program, the program's record is
-            marked as shared.
+        compilations: a record for each program that the function has used, or that
+            `.lower(...).compile()` compiled, with the differences from the most similar earlier
+            program. Wrappers of one function with equal options share traces and programs. If
+            another wrapper compiled a program, the program's record is marked as shared.
 
     Examples:
         >>> double = ft.jit(lambda x: 2 * x)
