@@ -108,8 +108,9 @@ class Collective:
                 "give one argument for each path"
             )
         if self.moves not in (None, *MOVES):
+            known = ", ".join(map(repr, MOVES))
             raise FunctreeValueError(
-                f"`moves` of {self.op!r} is {shown(self.moves)}: use {', '.join(MOVES)} or None"
+                f"`moves` of {self.op!r} is {shown(self.moves)}: use {known} or None"
             )
 
     @property

@@ -101,7 +101,8 @@ def _first_devices(
     if needed > len(available):
         verb = "is" if len(available) == 1 else "are"
         flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
-        have = f"there {verb} {len(available)}; on a CPU, set {flag} before you import jax"
+        have = f"there {verb} {len(available)}: use smaller sizes, or on a CPU, set {flag} before "
+        have += "you import jax"
         if devices is not None:
             have = f"`devices` contains {len(available)}: pass more devices, or use smaller sizes"
         raise ShardingError(f"make_mesh: {requested} needs {count(needed, 'device')}, but {have}")

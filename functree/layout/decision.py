@@ -414,7 +414,8 @@ def _dimension_faults(
     seen = {axis for dimension in decision.dimensions[:dim] for axis in dimension.mesh_axes}
     again = [axis for i, axis in enumerate(axes) if axis in seen or axis in axes[:i]]
     for axis in dict.fromkeys(again):
-        why = f"{source} uses mesh axis `{axis}` twice, the second time for {leaf.dimension(dim)}"
+        why = f"mesh axis `{axis}` is used twice, the second time by {source} for "
+        why += leaf.dimension(dim)
         faults.append((why, "use the mesh axis once: it can shard only one dimension of an array"))
     # If a mesh axis does not exist, the number of shards is unknown.
     if missing:
@@ -445,7 +446,7 @@ def _indivisible(
         alone = "leave this leaf unsharded with a path filter (`StateSharding`)"
         return why, f'{pad}, {alone}, or leave every "{name}" unsharded {whole}'
     if dim == 0:  # the rows of a bare array are usually examples
-        pad += " with rows that you mask, drop the remaining rows"
+        pad += " with rows that you mask, drop the excess rows"
     return why, f'{pad}, or leave every "{name}" unsharded {whole}'
 
 

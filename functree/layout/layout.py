@@ -387,7 +387,7 @@ def as_layout(value: Any) -> Layout:
 
 
 LAYOUTS = (
-    "`P(...)`, `AxisRules`, `FSDP`, `StateSharding`, a `Plan`, or a callable (path, leaf) -> P"
+    "`P(...)`, `AxisRules`, `FSDP`, `StateSharding`, a `Plan`, or a callable `(path, leaf) -> P`"
 )
 """The values that a user can write for a layout, for messages."""
 

@@ -138,8 +138,8 @@ class Block(eqx.Module):
         if losses is None:
             what, why = f"mlp={type(self.mlp).__name__}", "this layer has no experts"
             remedy = (
-                "set experts= and top_k= in the config, or omit balance=, router_z= and "
-                "`with_losses`"
+                "set `experts=` and `top_k=` in the config, or omit `balance=`, `router_z=` "
+                "and `with_losses`"
             )
             raise FunctreeValueError(
                 "Transformer: the expert losses cannot be computed",

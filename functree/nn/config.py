@@ -175,8 +175,8 @@ def _expert_problems(config: TransformerConfig) -> Iterator[Problem]:
     """Yield the problems with the fields that configure experts."""
     if config.experts is not None:
         if config.top_k is None:
-            why = "it is required with experts="
-            yield Problem(None, None, "top_k=None", why, "pass top_k=2, for example")
+            why = "it is required with `experts=`"
+            yield Problem(None, None, "top_k=None", why, "pass `top_k=2`, for example")
         # In the order of the parameters of `expert_problems`.
         given = config.experts, config.top_k, config.capacity, config.dot_general
         yield from expert_problems(*given)
@@ -184,8 +184,9 @@ def _expert_problems(config: TransformerConfig) -> Iterator[Problem]:
     for name in ("top_k", "capacity", "expert_hidden"):
         value = getattr(config, name)
         if value is not None:
-            why = "it has no effect without experts="
-            yield Problem(None, None, f"{name}={value}", why, f"pass experts=, or omit {name}=")
+            why = "it has no effect without `experts=`"
+            remedy = f"pass `experts=`, or omit `{name}=`"
+            yield Problem(None, None, f"{name}={value}", why, remedy)
 
 
 # The config of an existing model
@@ -273,7 +274,7 @@ def sizes_of(tree: Tree, names: Sequence[str]) -> tuple[int, ...]:
     missing = [name for name in names if name not in sizes]
     if missing:
         why = "no array has an axis with this name"
-        remedy = 'name it in the annotation of an array, as in `Float[Array, "embed hidden"]`'
+        remedy = 'add the name to an array\'s annotation, as in `Float[Array, "embed hidden"]`'
         problems = [Problem(None, None, f'"{name}"', why, remedy) for name in missing]
         raise FunctreeValueError(_UNKNOWN, problems)
     return tuple(sizes[name] for name in names)

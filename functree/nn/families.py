@@ -103,7 +103,8 @@ class ConfigReader:
         first = next(iter(values), "")
         for name, value in values.items():
             if value != values[first]:
-                self._refuse(f'"{name}"', f'its {what} differs from the {what} of "{first}"')
+                why = f'it sets a different {what} from "{first}"'
+                self._refuse(f'"{name}"', why, f"give both fields the same {what}")
         return values.get(first, default)
 
     def unread_problems(self) -> list[Problem]:

@@ -179,7 +179,7 @@ def _prompt_problems(
     batch, seq = prompts.shape
     if seq + length > model.max_seq:
         why = f"with prompts of length {seq}, rows would exceed the model's max_seq={model.max_seq}"
-        remedy = "shorten the prompts or length=, or create the model with a larger max_seq"
+        remedy = "shorten the prompts, reduce `length`, or create the model with a larger max_seq"
         problems.append(Problem(None, None, f"length={length}", why, remedy))
     if lengths is not None and (not is_integers(lengths) or lengths.shape != (batch,)):
         why = (
@@ -215,7 +215,7 @@ def _option_problems(
     if not _INT32.min <= pad <= _INT32.max:
         problems.append(Problem(None, None, f"pad={pad}", "it must fit in int32"))
     if temperature and key is None:
-        what, why = f"temperature={temperature}", "drawing tokens needs a key"
+        what, why = f"temperature={temperature}", "sampling tokens requires a key"
         problems.append(Problem(None, None, what, why, "pass key=jax.random.key(0)"))
     for name, value in (("top_k", top_k), ("top_p", top_p)):
         if value is not None and not temperature:

@@ -461,7 +461,7 @@ def check_cache(model: Transformer, tokens: Tokens, cache: Cache) -> None:
             f"cache.key={shown(cache.key)}",
             "it does not fit the model's layers, heads or compute_dtype",
         )
-        remedy = "create the cache with ft.nn.Cache.create(model, ...)"
+        remedy = "create the cache with `ft.nn.Cache.create(model, ...)`"
         problems.append(Problem(None, None, what, why, remedy))
     if problems:
         raise FunctreeValueError(_HEADLINE, problems)

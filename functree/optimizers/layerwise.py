@@ -165,11 +165,11 @@ def _check(tx: Any, updates: Leaves, params: Leaves | None, extra: Mapping[str, 
 
 
 _OUTSIDE = (
-    "move transforms that combine several leaves out of `ft.layerwise`: "
+    "move out of `ft.layerwise` the transformations that combine several leaves: "
     "`optax.chain(optax.clip_by_global_norm(1.0), ft.layerwise(optax.adafactor(1e-3)))`"
 )
 _NO_KEYS = (
-    "move transforms that draw random numbers out of `ft.layerwise`: "
+    "move out of `ft.layerwise` the transformations that draw random numbers: "
     "`optax.chain(ft.layerwise(optax.lamb(1e-3)), optax.add_noise(0.1, 0.5, 0))`"
 )
 

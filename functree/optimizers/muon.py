@@ -208,7 +208,8 @@ def _dimensions(given: Any, params: Tree, leaves: Leaves) -> Sequence[MuonDimens
         if any(dim >= 0 for dim in jax.tree.leaves(tuple(own))):
             pair = f"({own.reduction_axis}, {own.output_axis})"
             why = f"is in a stack, but its dimensions {pair} are not all counted from the end"
-            problems.append(leaf.problem(why, "count them from the end, as in `(-2, -1)`"))
+            remedy = "count the dimensions from the end, as in `(-2, -1)`"
+            problems.append(leaf.problem(why, remedy))
     if problems:
         raise FunctreeValueError("muon: matrices in stacks have invalid dimensions", problems)
     return each

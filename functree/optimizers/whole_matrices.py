@@ -299,14 +299,14 @@ def _check_matrices(matrices: Sequence[tuple[Leaf, MatrixFunction]], name: str) 
 
 
 _NOT_INSIDE = "remove `ft.layerwise`, since `ft.{name}` already treats each layer separately"
-_LEAVE_OUT = "exclude it with `optax.masked` or `optax.partition`"
+_LEAVE_OUT = "exclude the array with `optax.masked` or `optax.partition`"
 
 
 def _change(fn: MatrixFunction, matrix: jax.ShapeDtypeStruct) -> str | None:
     """Return the type of a function's result if it differs from the matrix's type, or None."""
     result: Any = jax.eval_shape(fn, matrix)
     if not hasattr(result, "shape"):
-        return f"a {type(result).__name__}"
+        return f"a value of type {type(result).__name__}"
     if (result.shape, result.dtype) == (matrix.shape, matrix.dtype):
         return None
     return f"{result.dtype}{list(result.shape)}"
@@ -319,6 +319,7 @@ def _check_axes(axes: Sequence[str], mesh: Mesh | AbstractMesh, name: str) -> No
         if axis not in mesh.axis_names:
             why = f"the mesh {mesh_view(mesh)} has no such axis"
             why += did_you_mean(axis, mesh.axis_names)
-            problems.append(Problem(None, None, f"over={axis!r}", why))
+            remedy = "use an axis that the mesh has"
+            problems.append(Problem(None, None, f"over={axis!r}", why, remedy))
     if problems:
         raise FunctreeValueError(f"`ft.{name}`: invalid mesh axes", problems)

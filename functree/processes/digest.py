@@ -219,7 +219,10 @@ def _mix(x: jax.Array) -> jax.Array:
 
 # Copies may differ after a hardware fault, or after a `shard_map` with `check_vma=False` whose
 # result was not the same on all devices.
-_PLACE = "restore it from a checkpoint, or copy it to the host and place it again with `ft.shard`"
+_PLACE = (
+    "restore the array from a checkpoint, or copy the array to the host and place it again with "
+    "`ft.shard`"
+)
 
 
 def digests_of(
@@ -272,7 +275,7 @@ def compared(
                 if numbers.setdefault(tuple(map(tuple, bounds)), number) != number:
                     others.add(process)
         if others:
-            where = f" in process {min(others)}" if len(told) > 1 else ""
+            where = f", as in process {min(others)}" if len(told) > 1 else ""
             why = f"has copies with different values{where}"
             problems.append(Problem(Path(name), None, "", why, remedy))
     return merged, problems

@@ -59,8 +59,8 @@ class _Termination:
         # Python lets only the main thread set a handler.
         if threading.current_thread() is not threading.main_thread():
             raise FunctreeError(
-                "preempted can only listen for SIGTERM in the main thread: make the first call in "
-                "that thread"
+                "`ft.preempted` can listen for SIGTERM only in the main thread: make the first "
+                "call in that thread"
             )
         self._before = signal.signal(signal.SIGTERM, self._note)
         self._listens = True

@@ -97,7 +97,7 @@ class Selection(Generic[T]):
             classes = get_args(cls) if isinstance(cls, UnionType) else (cls,)
             bare = bare_class(classes)
             raise FunctreeTypeError(
-                f"under: {cls!r} is not a class: pass a class, or several joined with `|`{bare}"
+                f"under: {cls!r} is not a class: pass a class, or classes joined by `|`{bare}"
             ) from None
         return self._outermost(lambda path, node: isinstance(node, cls), f".under({_name(cls)})")
 
@@ -187,9 +187,10 @@ class Selection(Generic[T]):
         """
         check("expect: invalid arguments", number=(number, EXTENT))
         if len(self._paths) != number:
+            change = "more" if len(self._paths) < number else "fewer"
             raise self._refuse(
                 f"select: expected {count(number, 'part')}, but found {len(self._paths)}",
-                "select more or fewer parts",
+                f"select {change} parts",
             )
         return self
 

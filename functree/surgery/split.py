@@ -80,7 +80,7 @@ def split(tree: _T, *filters: FilterLike) -> tuple[Skeleton, *tuple[_T, ...]]:
     for i, leaf in enumerate(leaves.leaves):
         choice = first_match(leaf)
         if choice is None:
-            remedy = "add a filter for it, or `...` as the last filter"
+            remedy = "add a filter for this leaf, or `...` as the last filter"
             problems.append(leaf.problem("no filter matches it", remedy))
         else:
             parts[choice][i] = leaf.value
@@ -165,8 +165,8 @@ def _arrays_of(static: Skeleton, part: Tree, index: int) -> list[Tree]:
     if not equal(tree_structure(part, is_leaf=_is_none), structure):
         have = tree_structure(part).num_leaves
         raise FunctreeValueError(
-            f"merge: part {index}, a {type(part).__name__} with {count(have, 'leaf')}, does not "
-            "have the structure of the tree that was split: keep the structure, with None for "
+            f"merge: part {index}, of type {type(part).__name__} with {count(have, 'leaf')}, does "
+            "not have the structure of the tree that was split: keep the structure, with None for "
             "leaves that are not in this part"
         )
     values: list[Tree] = []

@@ -111,7 +111,7 @@ def walk(
             continue
         if len(path) > deepest:
             raise RecursionError(
-                f"a {type(tree).__name__} contains itself, or is nested too deeply"
+                f"a tree of type {type(tree).__name__} contains itself, or is nested too deeply"
             )
         if in_model:
             below = [((*path, *keys), child) for keys, child in kind.paths(node)]

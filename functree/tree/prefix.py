@@ -73,7 +73,10 @@ def _difference(have: Sequence[Key], want: Sequence[Key], noun: str) -> str:
     if not parts:
         # In JAX, the order of an `OrderedDict` is part of its structure.
         order = f"{_listed(have)} instead of {_listed(want)}"
-        return f"the {noun} have the keys of the tree in a different order: {order}"
+        return (
+            f"the {noun} have the keys of the tree in a different order ({order}): use the order "
+            "of the tree"
+        )
     return "; ".join(parts) + ": use the keys of the tree"
 
 

@@ -300,7 +300,7 @@ class Wrong(eqx.Module):
 AB, CHANGE = Float[Array, "a b"], "change the annotation or the array"
 OF_STACK = "after the axes `layers` of its stack"
 MORE = (
-    "if the array holds several layers (made with vmap or scan), wrap their module in `ft.Stacked` or create it with "
+    "if the array holds several layers (made with `vmap` or `scan`), wrap their module in `ft.Stacked` or create it with "
     "`ft.stack`, or name the axis of the stack for the module's class (`names={cls: ft.names(\"layers\")}`); otherwise "
     "change the annotation or the array, or name its dimensions in the layout (`names={cls: ft.names(...)}`)"
 )  # fmt: skip

@@ -35,7 +35,9 @@ def test_silent_failure_6_a_stack_without_its_name() -> None:
     for layout in (rules, ft.FSDP("data", min_size=0)):
         text = refused({"blocks": bare}, layout)
         assert "blocks.up   f32[8, 8, 16]\n      has 3 dimensions, but `Float" in text
-        assert "several layers (made with vmap or scan), wrap their module in `ft.Stacked`" in text
+        assert (
+            "several layers (made with `vmap` or `scan`), wrap their module in `ft.Stacked`" in text
+        )
     stacked = ft.Stacked(bare, axis="layers")
     assert ft.plan(stacked, rules, SIZES)["layer.up"].spec == P(None, "data", "model")
     state = ft.plan_optimizer(TX, stacked, rules, SIZES)

@@ -324,13 +324,13 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
     ),
     "keys in another order": (
         OrderedDict(a=x(4), b=x(4)), OrderedDict(b=P(), a=P()),
-        "the layouts have the keys of the tree in a different order: `b`, `a` instead of `a`, `b`",
+        "the layouts have the keys of the tree in a different order (`b`, `a` instead of `a`, `b`)",
     ),
     "many keys": ({f"k{i}": x(4) for i in range(MAX_PATHS + 5)}, {}, " and 5 more are only in the tree"),
     "another container": ({"a": (x(4),)}, {"a": [P()]}, "at `a`: the layouts are a list, but the tree is a tuple"),
     "below a leaf": ({"a": x(4)}, {"a": [P()]}, "at `a`: the layouts are a list, but the tree is a leaf"),
     "no layout": ({"a": x(4)}, {"a": 3}, "at `a`: 3 is not a layout: write `P(...)`, "),
-    "no tree of layouts": ({"a": x(4)}, {"a": 3}, "or a callable (path, leaf) -> P, or a tree of layouts"),
+    "no tree of layouts": ({"a": x(4)}, {"a": 3}, "or a callable `(path, leaf) -> P`, or a tree of layouts"),
     "no layout at all": (x(4), 3, "at the root: 3 is not a layout"),
     "an invalid spec": ({"a": x(4)}, {"a": P(3)}, "at `a`: P(3): 3 is not a mesh axis"),
 }  # fmt: skip

@@ -90,7 +90,7 @@ def test_a_fragment_for_a_notebook() -> None:
     many = {f"w{i:03}": jax.ShapeDtypeStruct((i + 1,), jnp.float32) for i in range(MOST_LINES + 9)}
     short = Reader(ft.plan(many, P(), SIZES)._repr_html_())
     assert short.paths == [f"w{i:03}" for i in range(9, MOST_LINES + 9)]
-    assert "and 9 smaller lines (" in short.texts["p"]
+    assert "and 9 more lines for smaller arrays (" in short.texts["p"]
     assert len(Reader(ft.plan(many, P(), SIZES).html()).paths) == MOST_LINES + 9
     alike = {f"w{i:03}": jax.ShapeDtypeStruct((8,), jnp.float32) for i in range(MOST_LINES + 9)}
     assert len(Reader(ft.plan(alike, P(), SIZES)._repr_html_()).paths) == MOST_LINES

@@ -63,10 +63,10 @@ REFUSED: dict[str, tuple[Any, Any, list[str]]] = {
         "w: P(None, 'stage') names `stage`, but the mesh (data=2, model=4) has no such axis",
     ]),
     "a mesh axis twice": (W, P("data", "data"), [
-        "w: P('data', 'data') uses mesh axis `data` twice, the second time for dimension 1",
+        "w: mesh axis `data` is used twice, the second time by P('data', 'data') for dimension 1",
     ]),
     "a mesh axis by two layouts": (EH, P("data") | ft.StateSharding({...: P(None, "data")}), [
-        "w: P(None, 'data') uses mesh axis `data` twice, the second time for \"hidden\"",
+        "w: mesh axis `data` is used twice, the second time by P(None, 'data') for \"hidden\"",
     ]),
     # Entries of specs
     "rank": (W, P("data", None, None), ["w: P('data', None, None) has 3 entries for 2 dimensions"]),

@@ -152,7 +152,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "a misspelled field": ("llama", {"vocab_sise": 96}, "did you mean `vocab_size`?"),
     "two values for one": (
-        "llama", {"rope_theta": 1.0}, 'its rope_theta differs from the rope_theta of "rope_parameters"'
+        "llama", {"rope_theta": 1.0}, 'it sets a different rope_theta from "rope_parameters"'
     ),
     "other layers": (
         "llama", {"model_type": "deepseek"}, 'models with "model_type": "deepseek" cannot be loaded'

@@ -318,7 +318,7 @@ def test_each_token_is_drawn_for_itself() -> None:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"length": 60}, "length=60  with prompts of length 9, rows would exceed the model's max_seq=64"),
-    ({"temperature": 1.0}, "temperature=1.0  drawing tokens needs a key"),
+    ({"temperature": 1.0}, "temperature=1.0  sampling tokens requires a key"),
     ({"top_k": 3}, "top_k=3  it has no effect at temperature 0, which chooses the likeliest token"),
     ({"lengths": np.array([0, 9])}, "each length must be from 1 to 9"),
     ({"lengths": [3, 4]}, "lengths=[3, 4]  it must be an array of integers of shape (2,), with one length for each prompt"),

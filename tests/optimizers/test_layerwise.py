@@ -189,7 +189,7 @@ def test_what_looks_at_all_leaves_is_refused(name: str, model: str):
         results(ft.layerwise(optimizer(name)), name, tree, gradients)
     text = str(caught.value)
     assert "`ft.layerwise` needs an optimizer that acts on each leaf alone" in text
-    assert "move transforms that combine several leaves out of" in text
+    assert "move out of `ft.layerwise` the transformations that combine" in text
     assert "`optax.chain(optax.clip_by_global_norm(1.0), ft.layerwise(" in text
 
 
@@ -339,7 +339,8 @@ def test_what_draws_random_numbers_is_refused(raw: bool):
         text = str(caught.value)
         assert "`ft.layerwise` cannot map an optimizer whose state contains 1 random key" in text
         assert (
-            "is a random key" in text and "move transforms that draw random numbers out of" in text
+            "is a random key" in text
+            and "move out of `ft.layerwise` the transformations that draw" in text
         )
     # The remedy.
     outside = optax.chain(ft.layerwise(lamb()), noise)

@@ -453,7 +453,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         lambda: ft.on_whole_matrices(polar),
         ("`ft.on_whole_matrices` cannot be applied", "layer.bias   f32[3, 16]",
          "is not a matrix: its shape is [16], not counting its stack",
-         "Try: exclude it with `optax.masked` or `optax.partition`"),
+         "Try: exclude the array with `optax.masked` or `optax.partition`"),
     ),
     "another shape": (
         lambda: of_weights(lambda x: x.T), ("layer.weight", "the function returns float32[16, 8] for it")
@@ -461,11 +461,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "another dtype": (
         lambda: of_weights(lambda x: x.astype(jnp.bfloat16)), ("the function returns bfloat16[8, 16] for it",)
     ),
-    "no array": (lambda: of_weights(lambda x: (x, x)), ("the function returns a tuple for it",)),
+    "no array": (lambda: of_weights(lambda x: (x, x)), ("the function returns a value of type tuple for it",)),
     "dimensions counted from the front": (
         lambda: muon(muon_weight_dimension_numbers=counted_from_the_front),
         ("muon: matrices in stacks have invalid dimensions", "is in a stack, but its dimensions (1, 2) are not all",
-         "count them from the end"),
+         "count the dimensions from the end"),
     ),
     "inside of layerwise": (
         lambda: ft.layerwise(muon()),

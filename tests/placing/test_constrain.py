@@ -118,7 +118,7 @@ def test_silent_failure_02_a_constraint_that_does_not_divide_is_an_error():
 # An activation has no path: the line says which it is. An array, its axes or layout, and what is told.
 TOLD: dict[str, tuple[Any, Any, str]] = {
     "a size": (jnp.ones((4, 6)), "batch hidden", '"hidden" has size 6'),
-    "rows": (jnp.ones((3, 8)), "batch hidden", 'pad "batch" to 4 with rows that you mask, drop the remaining rows'),
+    "rows": (jnp.ones((3, 8)), "batch hidden", 'pad "batch" to 4 with rows that you mask, drop the excess rows'),
     "a name without a rule": (jnp.ones((4, 8)), "batch seq", "no rule names `seq`"),
     "a layout": (jnp.ones((3, 8)), P("data"), "dimension 0 has size 3"),
 }  # fmt: skip

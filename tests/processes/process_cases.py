@@ -518,7 +518,7 @@ def rows_that_do_not_fit() -> Any:
     return place(batch(0)[: differs(4, 3)], local=True)
 
 
-@differing("copies with different values in process {odd}", "pass equal rows")
+@differing("copies with different values, as in process {odd}", "pass equal rows")
 def rows_of_one_part() -> Any:
     """All processes keep all rows, and one has others."""
     return ft.shard(batch(differs(0, 1)), ft.P(), MESH, local=True)

@@ -238,7 +238,7 @@ os.kill(os.getpid(), signal.SIGTERM)
 """
     [(status, out, err)] = ended(started(["-c", code]), 30)
     first, *lines = out.splitlines()
-    assert "can only listen for SIGTERM in the main thread" in first, err
+    assert "can listen for SIGTERM only in the main thread" in first, err
     assert lines == ["False", "True True [1]"] and status == -signal.SIGTERM
     with raises("preempted: invalid arguments", "step=-1"):
         ft.preempted(-1)

@@ -120,7 +120,7 @@ def test_what_is_moved_in_the_json_of_a_ledger() -> None:
     data = json.loads(before.to_json())
     moved = data["collectives"][0]
     for name, value, why in (
-        ("moves", "everything", "`moves` of 'r' is 'everything': use itself, gradient, act"),
+        ("moves", "everything", "`moves` of 'r' is 'everything': use 'itself', 'gradient', 'act"),
         ("count", 1.5, "`collectives.0.count` is 1.5, not an integer"),
     ):
         with raises(f"invalid ledger JSON: {why}"):

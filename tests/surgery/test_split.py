@@ -148,7 +148,7 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "twice": (lambda: ft.merge(*(s := ft.split({"w": np.ones(2)})), s[1]), ("w", "is in 2 parts")),
     "another structure": (
         lambda: ft.merge(ft.split({"w": np.ones(2)})[0], {"v": np.ones(2)}),
-        ("merge: part 0, a dict with 1 leaf, does not have the structure", "with None for leaves"),
+        ("merge: part 0, of type dict with 1 leaf, does not have the structure", "with None for leaves"),
     ),
     "too many": (
         lambda: ft.merge(ft.split({"n": 1, "w": np.ones(2)})[0], {"n": 1, "w": np.ones(2)}),

@@ -36,7 +36,9 @@ def test_rebuilt_of_its_own_children_is_the_node(tree: Any) -> None:
 def test_a_walk_over_a_tree_that_contains_itself_ends() -> None:
     loop: list[Any] = [1]
     loop.append(loop)
-    with pytest.raises(RecursionError, match="a list contains itself, or is nested too deeply"):
+    with pytest.raises(
+        RecursionError, match="a tree of type list contains itself, or is nested too deeply"
+    ):
         list(walk(loop))
 
 

@@ -179,9 +179,9 @@ def _unknown(value: AnyArray, stack: tuple[str, ...]) -> Axes:
 
 # The usual reason for too many dimensions is `eqx.filter_vmap` of a constructor.
 STACK = (
-    "if the array holds several layers (made with vmap or scan), wrap their module in `ft.Stacked` "
-    "or create it with `ft.stack`, or name the axis of the stack for the module's class "
-    '(`names={cls: ft.names("layers")}`)'
+    "if the array holds several layers (made with `vmap` or `scan`), wrap their module in "
+    "`ft.Stacked` or create it with `ft.stack`, or name the axis of the stack for the module's "
+    'class (`names={cls: ft.names("layers")}`)'
 )
 
 

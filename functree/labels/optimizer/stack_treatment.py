@@ -52,8 +52,8 @@ def _text(leaves: Sequence[Leaf]) -> str:
     return (
         f"the optimizer treats {named} differently from separate layers: it treats the stack "
         f"dimension of {arrays} like any other dimension. "
-        "Use `ft.layerwise(tx)`, which treats each layer as its own leaf. Leave "
-        "transformations that combine all leaves outside: "
+        "Use `ft.layerwise(tx)`, which treats each layer as its own leaf. Outside "
+        "`ft.layerwise`, chain the transformations that combine all leaves: "
         "`optax.chain(optax.clip_by_global_norm(1.0), ft.layerwise(tx))`"
     )
 

@@ -107,7 +107,8 @@ class PlanPage(NamedTuple):
         groups = table_groups(self.rows)
         left_out = ""
         if at_most is not None and len(groups) > at_most:
-            left_out = f"and {len(groups) - at_most:,} smaller lines (`plan.html()` shows all)"
+            left_out = f"and {len(groups) - at_most:,} more lines for smaller arrays "
+            left_out += "(`plan.html()` shows all lines)"
             least = sorted(group.per_device for group in groups)[-at_most]
             groups = [group for group in groups if group.per_device >= least][:at_most]
         # A notebook may have several plans, so the pictures' names have a prefix.

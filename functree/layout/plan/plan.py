@@ -197,7 +197,8 @@ class Plan(Layout):
         if row is None:
             return before.wrong(("the plan has no row for this leaf", _OWN_TREE))
         if row.spec is None:
-            return before.wrong((f"the plan has no spec for this leaf: {row.reason}", _OWN_TREE))
+            why = f"the plan has no spec for this leaf: {row.reason}"
+            return before.wrong((why, "make the plan with a layout for this leaf"))
         if row.mesh is not None:
             why = f"the plan places this leaf on a different mesh: {row.reason}"
             return before.wrong((why, "make a plan for each mesh"))

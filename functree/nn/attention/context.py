@@ -90,9 +90,9 @@ def parts_of(axes: tuple[str, ...], count: int, context: Context, heads: int) ->
         return Parts(axes, count, "heads" if divides else "gather")
     if context == "heads" and not divides:
         raise FunctreeValueError(
-            f'context="heads": the {count} parts of the sequence (over {", ".join(axes)}) do not '
-            f"divide the {heads} query heads on a device. Shard the sequence over fewer devices, "
-            'or pass context="gather" or "ring"'
+            f'context="heads": the query heads on a device ({heads}) cannot be divided among the '
+            f"{count} parts of the sequence (over {', '.join(axes)}). Shard the sequence over "
+            'fewer devices, or pass context="gather" or "ring"'
         )
     return Parts(axes, count, context)
 

@@ -311,8 +311,9 @@ def _padded(x: Array, more: int, mode: str = "constant") -> Array:
 def _why_not_splash(arrays: Sequence[Array], window: int | None) -> str | None:
     if not on_one_device() and specs_of(arrays, AXES[: len(arrays)]) is None:
         return (
-            "on several devices, the sharding of batch and heads must be known. Pass rules "
-            "(`ft.jit(rules=...)`) under a mesh, and use one batch dimension instead of `jax.vmap`"
+            "on several devices, the sharding of the batch and the heads must be known. Pass "
+            "rules (`ft.jit(rules=...)`) under a mesh, and use one batch dimension instead of "
+            "`jax.vmap`"
         )
     dtype = arrays[0].dtype.name
     if dtype not in _DTYPES:

@@ -371,7 +371,7 @@ def context_problems(attention: Implementation, context: Context) -> Iterator[Pr
     if callable(attention) and context != "auto":
         why = "it has no effect: a function passed as `attention=` receives whole sequences"
         yield Problem(
-            None, None, f"context={context!r}", why, 'omit context=, or pass attention="auto"'
+            None, None, f"context={context!r}", why, 'omit `context=`, or pass attention="auto"'
         )
 
 
