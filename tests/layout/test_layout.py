@@ -130,7 +130,7 @@ def test_an_exception_of_the_users_own_is_passed_on() -> None:
 
 def test_what_is_no_layout() -> None:
     # Here it may be no tree of layouts.
-    told = r"is not a layout: write `P.* a `Plan`, or a callable \(path, leaf\) -> P$"
+    told = r"is not a layout: write `P.* a `Plan`, or a callable `\(path, leaf\) -> P`$"
     for bad in ("data", int):
         for make in (
             as_layout,
