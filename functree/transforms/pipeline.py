@@ -240,8 +240,10 @@ def _divided(args: tuple[Tree, ...], divided: Sequence[int], batch: int) -> froz
             is_divided.append(i in divided)
             if i in divided and leaf.shape[:1] != (batch,):
                 path = Path(("args", i, *Path.of(keys)))
-                why = f"is in `divided`, but its dimension 0 does not have the batch size {batch}"
-                remedy = f"make the batch dimension 0 of this array, or remove {i} from `divided`"
+                why = "is in `divided`, but its first dimension does not have "
+                why += f"the batch size {batch}"
+                remedy = "make the batch the first dimension of this array, "
+                remedy += f"or remove {i} from `divided`"
                 problems.append(array_problem(path, leaf, why, remedy))
     if problems:
         raise FunctreeValueError(
@@ -319,7 +321,8 @@ def _batch_size(x: Tree, microbatches: int) -> int:
     if len(sizes) != 1 or () in sizes:
         raise FunctreeValueError(
             f"Stacked.scan: microbatches={microbatches}: the arrays in `x` need a common leading "
-            f"dimension, but theirs are {sorted(sizes)}: make the batch dimension 0 of every array"
+            f"dimension, but theirs are {sorted(sizes)}: make the batch the first dimension of "
+            "every array"
         )
     return sizes.pop()[0]
 

@@ -168,9 +168,9 @@ class ManualMesh(NamedTuple):
                 continue
             manual = axes_text(sorted(self.axes))
             named = axes_text(sorted(others))
-            why = f"{spec_text(spec)} names {named}, "
-            why += f"but this shard_map makes only {manual} Manual"
-            remedy = f"remove {named} from the spec, or add {named} to `axis_names`"
+            why = f"{spec_text(spec)} names `{named}`, "
+            why += f"but this shard_map makes only `{manual}` Manual"
+            remedy = f"remove `{named}` from the spec, or add `{named}` to `axis_names`"
             for leaf in leaves.leaves:
                 if leaf.path[: len(part.path)] == part.path:
                     problems.append(leaf.problem(why, remedy))
@@ -193,7 +193,7 @@ class ManualMesh(NamedTuple):
         committed = is_concrete(value) and value.committed
         devices = set(self.mesh.devices.flat) if isinstance(self.mesh, Mesh) else None
         if committed and devices is not None and value.sharding.device_set != devices:
-            why = f"is sharded {sharding_text(value.sharding)}, but the mesh has different devices"
+            why = f"is placed {sharding_text(value.sharding)}, but the mesh has different devices"
         elif not is_untyped(value):
             have, mesh = typed_spec(value), jax.typeof(value).sharding.mesh
             if have is None and self.explicit:
@@ -220,10 +220,11 @@ class ManualMesh(NamedTuple):
         if not unnamed:
             return []
         axes = axes_text(unnamed)
-        why = f"{spec_text(spec)} replicates it over {axes}, "
+        why = f"{spec_text(spec)} replicates it over `{axes}`, "
         why += "but its values may differ between devices"
-        remedy = f"reduce it over {axes} with `jax.lax.psum` or `pmean`, name {axes} in its spec, "
-        return [leaf.problem(why, remedy + "or pass `check_vma=False` if its values are equal")]
+        remedy = f"reduce it over `{axes}` with `jax.lax.psum` or `pmean`, "
+        remedy += f"name `{axes}` in its spec, or pass `check_vma=False` if its values are equal"
+        return [leaf.problem(why, remedy)]
 
     def reshard(self, value: Any, spec: PartitionSpec) -> Any:
         """Return an argument as `jax.shard_map` requires it.

@@ -358,7 +358,7 @@ NOT_OVER: dict[str, tuple[Callable[..., Any], type[Exception], tuple[str, ...]]]
     "no layout": (
         lambda f: ft.accumulate(f, 2, over="data"), ft.ShardingError,
         (
-            "accumulate: over= needs the sharding of the parameters in `model` on mesh",
+            "accumulate: `over=` needs the sharding of the parameters in `model` on mesh",
             "(data=4): pass `layout=` to the gradient function, or use rules",
         ),
     ),
@@ -449,7 +449,7 @@ NAMES: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] = {
     ),
     "over by others": (
         lambda: ft.accumulate(jax.grad(_loss, has_aux=True), 2, over="data"), FunctreeTypeError,
-        ("accumulate: over= cannot find the gradients in the result of _loss: use `ft.grad`",),
+        ("accumulate: `over=` cannot find the gradients in the result of _loss: use `ft.grad`",),
     ),
     "no weight": (
         lambda: ft.accumulate(ft.grad(lambda w, x: 0.0), 2, weighted=True), FunctreeTypeError,

@@ -343,7 +343,7 @@ def test_several_arguments_have_one_layout_or_one_each():
     assert specs(one) == (P("data", None),) * 2
     each = jax.jit(grad(f, argnums=(0, 1), layout=(P("data"), P(None, "model"))))(a, b)
     assert specs(each) == (P("data", None), P(None, "model"))
-    with raises("grad: got 3 layouts for 2 arguments", error=ft.RuleError):
+    with raises("grad: got 3 layouts for 2 differentiated arguments", error=ft.RuleError):
         grad(f, argnums=(0, 1), layout=(P(),) * 3)
 
 

@@ -483,7 +483,7 @@ def call(*, x: Any = X, fun: Any = lambda x: x, mesh: Any = MESH, **options: Any
 
 
 NO_LAYOUT = "no layout was given for this array (`None`)"
-NOT_MANUAL = "P('model') names model, but this shard_map makes only data Manual"
+NOT_MANUAL = "P('model') names `model`, but this shard_map makes only `data` Manual"
 HOST = NamedSharding(MESH, P("data"), memory_kind="pinned_host")
 OF_DATA = {"axis_names": {"data"}}
 ODD = {"a": jnp.ones((7, 4)), "b": jnp.ones((5, 4))}
@@ -505,7 +505,7 @@ UNFIT: list[tuple[dict[str, Any], str, str]] = [
     (
         {"x": jax.device_put(X, jax.devices()[1])},
         "x",
-        "is sharded on cpu:1, but the mesh has different d",
+        "is placed on cpu:1, but the mesh has different d",
     ),
     (
         {"x": ft.shard(X, P("data"), MESH), "mesh": EXPLICIT},
@@ -534,8 +534,8 @@ def test_the_error_for_a_result_that_may_differ():
         call(out_specs=P())
     assert str(caught.value).startswith(
         "<lambda>: 1 leaf cannot be laid out on mesh (data=2, model=4)\n\n  result   f32[4, 4]\n"
-        "      P(None, None) replicates it over data, but its values may differ between devices\n\n"
-        "Try: reduce it over data with `jax.lax.psum` or `pmean`, name data in its spec, or pass "
+        "      P(None, None) replicates it over `data`, but its values may differ between devices\n\n"
+        "Try: reduce it over `data` with `jax.lax.psum` or `pmean`, name `data` in its spec, or pass "
         "`check_vma=False` if its values are equal"
     )
 

@@ -166,7 +166,7 @@ def accumulate(
     function = GradientFunction.of(fn, names, bool(weighted))
     if axes and not function.is_known:
         raise FunctreeTypeError(
-            "accumulate: over= cannot find the gradients in the result of "
+            "accumulate: `over=` cannot find the gradients in the result of "
             f"{function.signature.name}: use `ft.grad` or `ft.value_and_grad`"
         )
 
@@ -462,7 +462,7 @@ class Shards:
         for argument, layout in zip(function.differentiated, layouts, strict=True):
             if layout is None and AxisType.Auto in mesh.axis_types:
                 raise ShardingError(
-                    f"accumulate: over= needs the sharding of the parameters in `{argument}` on "
+                    f"accumulate: `over=` needs the sharding of the parameters in `{argument}` on "
                     f"mesh {view}: pass `layout=` to the gradient function, or use rules "
                     "(`ft.jit(rules=...)`, `with ft.axis_rules(...):`)"
                 )

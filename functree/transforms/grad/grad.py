@@ -283,8 +283,8 @@ def _one_each(layout: LayoutTree, argnums: int | Sequence[int]) -> tuple[LayoutT
         return (layout,)
     layouts = layout if type(layout) is tuple else (layout,) * len(argnums)
     if len(layouts) != len(argnums):
-        have, want = count(len(layouts), "layout"), count(len(argnums), "argument")
-        raise RuleError(f"grad: got {have} for {want}: pass one layout for each argument")
+        have, want = count(len(layouts), "layout"), count(len(argnums), "differentiated argument")
+        raise RuleError(f"grad: got {have} for {want}: pass one layout for each")
     return layouts
 
 
