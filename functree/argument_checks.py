@@ -173,7 +173,7 @@ def _is_local(value: Any) -> bool:
     return _is_possible_path(value) and _ADDRESS.match(os.fspath(value)) is None
 
 
-_NO_ADDRESS = "not a URL: use the bucket's own tools to copy files to or from it"
+_NO_ADDRESS = "not a URL: to copy files to or from a bucket, use the bucket's own tools"
 LOCAL_FILE = FILE._replace(text=f"{FILE.text}, {_NO_ADDRESS}", is_value=_is_local)
 LOCAL_FOLDER = FOLDER._replace(text=f"{FOLDER.text}, {_NO_ADDRESS}", is_value=_is_local)
 POSITION = Takes("an integer", _is_integer)

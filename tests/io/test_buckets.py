@@ -280,7 +280,7 @@ ADDRESSES = {
     "gs://bucket//run": ["is not the address of a folder in a bucket"],
     "gs://b/run": ["gs://b/run cannot be opened", "Invalid GCS bucket name"],
     "gs://bucket/run*": ["'gs://bucket/run*' contains '*'"],
-    "gs://bucket/a[1]/b": ["contains '[', which orbax does not accept in a name"],
+    "gs://bucket/a[1]/b": ["contains '[', which cannot be part of a checkpoint's address"],
     "gs://bucket/../b": ["contains '..'"],
     "gs://bucket/a\nb": [r"'gs://bucket/a\nb' contains '\n'"],
 }

@@ -227,7 +227,7 @@ def test_what_differs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         remedy = problems[0].remedy.split("only=")[1]
         assert eval(remedy, {"ft": ft}) == asked["only"]
     else:
-        assert problems[0].remedy == "pass cast=True to convert it to bf16"
+        assert problems[0].remedy == "pass `cast=True` to convert it to bf16"
     found = ft.restore(tmp_path / "c", like, **asked)
     for key, value in on_mesh(ARRAYS).items():
         if key not in like or value is None:
@@ -261,7 +261,7 @@ def test_the_text_of_what_differs(tmp_path: Path) -> None:
 
 Try: to restore only the other leaves, pass \
 only=~(ft.glob("b") | ft.glob("bias") | ft.glob("w"))
-     pass cast=True to convert it to bf16"""
+     pass `cast=True` to convert it to bf16"""
     )
 
 

@@ -124,7 +124,7 @@ def test_an_address_is_no_folder_of_such_a_name(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with raises(
-        "not a URL: use the bucket's own tools to copy files to or from it", error=ValueError
+        "not a URL: to copy files to or from a bucket, use the bucket's own tools", error=ValueError
     ):
         DOORS[door][0](address, model)
     assert not listed(tmp_path)

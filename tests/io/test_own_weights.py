@@ -335,9 +335,9 @@ GIVEN["l.0.h"] = np.zeros((8, 4), np.float32)
 ALL = ["l.*", "qkv", "big", "[se]*"]
 CORRECT = "correct the name in `table`, or the shape in `like`"
 PARTS = "write `[0/3]` for the first of 3 parts, or `[0:2/4]` for the first two of 4"
-CAST = "pass cast=True to convert the tensor to f32"
+CAST = "pass `cast=True` to convert the tensor to f32"
 NUMBERS = 'name the numbers in the pattern, as in `"blocks.{i}.{j}.w": "layers.{2*i+j}.w"`'
-NO_ARITHMETIC = "`{}` is not integer arithmetic with the pattern's numbers, `layer` and `expert`"
+NO_ARITHMETIC = "`{}` is not integer arithmetic with `layer`, `expert` and the pattern's numbers"
 NO_PARTS = "the range is empty, or exceeds the 3 parts, which are numbered from 0"
 # A table and what is left out, for `x.0` and `x.1` (8, 4) ─► where something is wrong, what, and what
 # to do.
@@ -475,7 +475,7 @@ def test_a_hundred_layers_are_one_line(tmp_path: Path) -> None:
         ft.load_tensors(file, like, {"*.v": "l.*.v"}, P(), MESH)
     assert len(str(caught.value).splitlines()) < 20
     for many in ("99 similarly named tensors", "1 similarly named tensor"):
-        assert f"no array uses this tensor, nor {many}" in str(caught.value)
+        assert f"no array uses this tensor or {many}" in str(caught.value)
     assert 'add a row, such as "*.w": "l.*.w.T"' in str(caught.value)
     assert len(caught.value.problems) == 202
 

@@ -299,8 +299,8 @@ def _in_bucket(address: str) -> BucketFolder:
         )
     if found := _UNUSABLE.search(address):
         raise CheckpointError(
-            f"{address!r} contains {found.group()!r}, which orbax does not accept in a name: "
-            "use an address without it"
+            f"{address!r} contains {found.group()!r}, which cannot be part of a "
+            "checkpoint's address: use an address without it"
         )
     # Orbax needs gcsfs to reach a bucket, but does not report that gcsfs is missing.
     import_extra("gcsfs", "gcs")

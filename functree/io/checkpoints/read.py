@@ -435,7 +435,7 @@ def _differences(leaf: Leaf, row: SavedArray | None, cast: bool) -> Iterator[Pro
             how = "build `like` with the saved kind of key, using `jax.random.key(..., impl=)`"
         yield leaf.problem(f"was saved as {saved}: {other}", how)
     elif not cast:
-        yield leaf.problem(f"was saved as {saved}", f"pass cast=True to convert it to {wanted}")
+        yield leaf.problem(f"was saved as {saved}", f"pass `cast=True` to convert it to {wanted}")
 
 
 def _matched(

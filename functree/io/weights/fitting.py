@@ -308,7 +308,7 @@ def unread_problems(
     whats = [key if names[1:] else names[0] for key, names in alike.items()]
     remedy = advice and f"{advice}{json.dumps(whats)}"
     for names in alike.values():
-        others = f", nor {count(len(names) - 1, 'similarly named tensor')}" if names[1:] else ""
+        others = f" or {count(len(names) - 1, 'similarly named tensor')}" if names[1:] else ""
         yield Problem(None, None, names[0], f"no array uses this tensor{others}", remedy)
 
 

@@ -74,7 +74,7 @@ _TABLE = Takes(
 # The terms of `load_tensors` and `load_weights`
 _OF_TENSORS = Terms(
     dtypes="like",
-    dtype="pass cast=True to convert the tensor to {dtype}",
+    dtype="pass `cast=True` to convert the tensor to {dtype}",
     misfit="correct the name in `table`, or the shape in `like`",
     unread="add rows for these tensors to `table`, or pass left_out=",
     lost="in `like`, give these arrays the dtypes of their tensors in the files",

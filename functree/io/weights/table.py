@@ -231,8 +231,8 @@ class _Row(NamedTuple):
                 is_arithmetic = False
             if not is_arithmetic:
                 why = (
-                    f"`{place[0]}` is not integer arithmetic with the pattern's numbers, `layer` "
-                    "and `expert`"
+                    f"`{place[0]}` is not integer arithmetic with `layer`, `expert` and the "
+                    "pattern's numbers"
                 )
                 remedy = (
                     "name the numbers in the pattern, as in "
