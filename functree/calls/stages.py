@@ -160,7 +160,7 @@ class Traced(Stage[jax.stages.Traced]):
         if self._closes_over_refs:
             raise FunctreeError(
                 f"{self._program.name} closes over a `jax.Ref`, which exists only in this process, "
-                "so the function cannot be exported: pass and return the ref's value"
+                "so the function cannot be exported: pass the ref's value, and return the new value"
             )
         arrays = list(self._call.arrays)
         for i, array in enumerate(arrays):
@@ -251,7 +251,8 @@ class Lowered(Stage[jax.stages.Lowered]):
         if self._closes_over_refs:
             raise FunctreeError(
                 f"{self._program.name} closes over a `jax.Ref`, so `lower().compile()` cannot "
-                "compile it: call the function itself, or pass and return the ref's value"
+                "compile it: call the function itself, or pass the ref's value and return the new "
+                "value"
             )
         check(
             f"{self._program.name}: invalid options for `compile()`",

@@ -146,7 +146,10 @@ class State(StateMapping):
 
     def _known(self, ref: StateRef) -> Path:
         if not isinstance(ref, StateRef):
-            raise StateError(f"index a State with a `StateRef`, not with {ref!r}")
+            raise StateError(
+                f"an `ft.State` takes a `StateRef`, not {ref!r}: use a ref of the model that "
+                "`ft.make_state` returned"
+            )
         if ref.path is None:
             raise StateError(
                 "this StateRef has no path yet: call `model, state = ft.make_state(model)` "

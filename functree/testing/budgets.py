@@ -257,7 +257,7 @@ def _kind(written: object, ledger: Ledger) -> _Kind:
         name, axes = written
     if name not in KINDS:
         raise FunctreeValueError(
-            f"{shown(written)} is not a kind of collective: use {', '.join(KINDS)}"
+            f"{shown(written)} is not a kind of collective: use one of {', '.join(KINDS)}"
             f"{did_you_mean(name, KINDS)}"
         )
     if axes is None:

@@ -230,7 +230,8 @@ def _only_one_has(finding: Finding, many: Program) -> Operation:
     if finding.before is not None:
         what += f", and the last common operation before it is {_named(scope.step(finding.before))}"
     if finding.other is not None:
-        what += f"; the program on one device has {_named(scope.pairs.left.steps[finding.other])}"
+        other = _named(scope.pairs.left.steps[finding.other])
+        what += f"; the program on one device instead has {other}"
     return replace(described(step, finding.result, body, place, many.paths), what=what)
 
 
@@ -261,7 +262,7 @@ def _difference_text(difference: float, compared: Compared) -> str:
     if not math.isfinite(difference):
         return "its values are finite in one program and not in the other"
     size = np.abs(np.nan_to_num(compared.whole)).max(initial=0)
-    return f"its values differ by up to {difference:.3g}, where they are up to {size:.3g}"
+    return f"its values differ by up to {difference:.3g}, and their largest magnitude is {size:.3g}"
 
 
 def _largest(compared: Compared, scope: Scope) -> tuple[float, np.ndarray]:

@@ -90,7 +90,7 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "a ref that is closed over": (
         with_ref,
-        ("closes over a `jax.Ref`", "call the function itself, or pass and return the ref's value"),
+        ("closes over a `jax.Ref`", "call the function itself, or pass the ref's value and return the new value"),
     ),
     "hijax": (
         lambda: ft.jit(lambda pair: pair.values)([Pair(X)]),
@@ -123,7 +123,7 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         exported_with_ref,
         (
             "<lambda> closes over a `jax.Ref`, which exists only in this process, so the function "
-            "cannot be exported: pass and return",
+            "cannot be exported: pass the ref",
         ),
     ),
     "an option of lower": (

@@ -191,8 +191,8 @@ def misuses() -> dict[str, tuple[Callable[[], Any], tuple[str, ...]]]:
         "not made": (lambda: state[Counter().calls], ("has no path yet", "`model, state = ft.make_state(model)`")),
         "made twice": (lambda: ft.make_state(model), ("the StateRef at `a.calls` already has the path `a.calls`",)),
         "stacked": (lambda: layers[stacked.layer.total], ("`layer.total` has shape (3, 8)", "`stacked.scan(")),
-        "a text": (lambda: state.set("a.total", 1), ("index a State with a `StateRef`, not with 'a.total'",)),  # pyright: ignore
-        "a number as key": (lambda: state[0], ("index a State with a `StateRef`, not with 0",)),
+        "a text": (lambda: state.set("a.total", 1), ("an `ft.State` takes a `StateRef`, not 'a.total'",)),  # pyright: ignore
+        "a number as key": (lambda: state[0], ("an `ft.State` takes a `StateRef`, not 0",)),
         "update": (lambda: state.update({ft.Path(("a", "totl")): 1}), ("`a.totl`; did you mean `a.total`?",)),
         "no array": (lambda: ft.StateRef("text"), ("StateRef('text'): the initial value", "an array or a number")),
         "axes": (lambda: ft.StateRef(jnp.zeros(3), "a b"), ('axes="a b") names 2 dimensions', "has shape (3,)")),
