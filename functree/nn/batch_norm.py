@@ -111,7 +111,7 @@ class BatchNorm(eqx.Module):
         self.eps, self.momentum, self.inference = eps, momentum, inference
 
     def __axis_names__(self) -> Names:
-        """Return the axes of this instance's leaves, which differ between instances."""
+        """Return the leaves' axis names, which depend on the argument `axes`."""
         return names(
             {"weight": self.axes, "bias": self.axes, "mean.init": self.axes, "var.init": self.axes}
         )

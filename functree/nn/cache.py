@@ -39,8 +39,9 @@ class Cache(eqx.Module):
     """The keys and values of the tokens so far, so that a model does not recompute them.
 
     A cache is immutable: `logits, cache = model.decode(tokens, cache)`. If you donate the cache, it
-    is updated in place. With a window, the cache drops tokens that no later token attends to.
-    Without a window, it has room for `length` tokens, and the logits of later tokens are NaN.
+    is updated in place. With a window of at most `length` tokens, the cache drops tokens that no
+    later token attends to. Otherwise, it has room for `length` tokens, and the logits of later
+    tokens are NaN.
 
     Args:
         key: the keys of each layer, after the rotation, in the model's `compute_dtype`. The slot of

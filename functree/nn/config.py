@@ -165,7 +165,7 @@ _KINDS, _HINTS = kinds_of(TransformerConfig), get_type_hints(TransformerConfig)
 
 
 def _head_problems(config: TransformerConfig) -> Iterator[Problem]:
-    """Yield the problems with the numbers of heads, if all of them are sizes."""
+    """Yield the problems with the fields that configure heads, if these fields are sizes."""
     heads, kv_heads, head_dim = config.heads, config.kv_heads, config.head_dim
     if is_size(heads) and is_size(kv_heads) and is_size(head_dim):
         yield from head_problems(heads, kv_heads, head_dim)

@@ -182,7 +182,7 @@ Loss = Callable[
     ],
     Float[Array, ""],
 ]
-"""The sum of the losses, as a function of the head, vectors, targets, and weights."""
+"""The sum of the losses, as a function of the head, vectors, targets and weights."""
 
 
 def _on_batches(
@@ -245,7 +245,7 @@ def _outer(arrays: Sequence[Array]) -> tuple[Entry, ...]:
     batch, seq = specs[1]
     if AxisType.Auto in jax.sharding.get_abstract_mesh().axis_types:
         seq = sequence_by_rules(_LOGITS)
-    # XLA's partitioner refuses a sum over a mesh axis of one device (in jax 0.12).
+    # XLA's partitioner refuses a sum over a mesh axis of one device (JAX 0.12).
     return tuple(
         entry([axis for axis in mesh_axes(of_dim) if devices_along([axis]) > 1])
         for of_dim in (batch, seq)

@@ -123,7 +123,7 @@ def lookup(
     # "seq" omits these axes in this spec. Each device then looks up the tokens of the whole
     # sequence in its own rows. If the sequence were sharded, the table would be gathered.
     if AxisType.Auto in jax.sharding.get_abstract_mesh().axis_types and is_partly_manual():
-        # The partitioner would abort the process on this lookup (jax 0.12).
+        # The partitioner would abort the process on this lookup (JAX 0.12).
         tokens = constrain_to(tokens, names, outer)
         return rows_on_shards(table, tokens, (vocab, embed), tuple(outer))
     return constrain_to(rows(table, tokens), [*names, "embed"], [*outer, embed])

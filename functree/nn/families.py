@@ -169,7 +169,7 @@ FIELDS = {
     "num_experts_per_tok": "top_k",
     "norm_topk_prob": "normalize",
 }
-"""All fields that have a counterpart in `TransformerConfig`; each family uses some of them."""
+"""The fields that `save_weights` copies from a `TransformerConfig`; a family uses some of them."""
 
 
 # Configs. An absent field gets the default of Hugging Face's class, which may differ from our

@@ -66,8 +66,8 @@ class Sampling(NamedTuple):
         key: the random key; None to choose the likeliest token.
         temperature: the divisor of the logits.
         top_k: the number of likeliest tokens to choose from; None for all.
-        top_p: the total probability of the smallest set of likeliest tokens to choose from; None
-            for all.
+        top_p: the least total probability of the set of likeliest tokens to choose from; None for
+            all.
     """
 
     key: PRNGKeyArray | None
@@ -457,7 +457,7 @@ def _next_token(
     """Choose each row's next token from its logits; `i` is the number of new tokens before it.
 
     If a logit is NaN, the token is -1, since `argmax` would return the NaN's index. The model
-    returns NaN for the token -1 too, so all later tokens are -1.
+    returns NaN for the token -1, so all later tokens are -1 too.
     """
     # The vocabulary is gathered, because it is sorted and summed over. A step has few logits.
     logits = activation(gather_last(logits), "batch _")

@@ -83,7 +83,7 @@ class Linear(eqx.Module):
         self.dot_general = dot_general
 
     def __axis_names__(self) -> Names:
-        """Return the axes of this instance's leaves, which differ between instances."""
+        """Return the leaves' axis names, which depend on the argument `axes`."""
         return names(weight=self.axes, bias=Axes(self.axes[1]))
 
     def __matrix_dimensions__(self) -> Matrices:

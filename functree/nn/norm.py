@@ -88,7 +88,7 @@ class RMSNorm(eqx.Module):
         self.compute_dtype = dtype_or_none(compute_dtype)
 
     def __axis_names__(self) -> Names:
-        """Return the axes of this instance's leaves, which differ between instances."""
+        """Return the leaves' axis names, which depend on the argument `axes`."""
         return names(scale=self.axes)
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -152,7 +152,7 @@ class LayerNorm(eqx.Module):
         self.eps, self.compute_dtype = eps, dtype_or_none(compute_dtype)
 
     def __axis_names__(self) -> Names:
-        """Return the axes of this instance's leaves, which differ between instances."""
+        """Return the leaves' axis names, which depend on the argument `axes`."""
         return names(weight=self.axes, bias=self.axes)
 
     def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
@@ -167,7 +167,11 @@ class LayerNorm(eqx.Module):
 
 
 def one_axis(layer: str, axes: str | Axes) -> Axes:
-    """Return the name of a layer's last dimension. Raises AxesError if `axes` is not one name."""
+    """Return the name of a layer's last dimension.
+
+    Raises:
+        AxesError: if `axes` is not one name.
+    """
     return named_axes(layer, axes, 1)
 
 

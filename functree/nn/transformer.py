@@ -49,7 +49,7 @@ class Head(eqx.Module):
     weights: Embedding | Linear
 
     def __call__(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq vocab"]:
-        """Compute the logits from the output of `Transformer.features`, in its dtype."""
+        """Compute the logits from the output of `Transformer.features`, in the same dtype."""
         if isinstance(self.weights, Embedding):
             logits = self.weights.logits(x)
         else:
@@ -272,7 +272,7 @@ class Transformer(eqx.Module, ShownByPlan):
                 `max_seq` allows, are NaN.
 
         Raises:
-            FunctreeError: if a call of the model with these tokens would raise it.
+            FunctreeError: if a call of the model with these tokens would raise a FunctreeError.
             FunctreeError: if the cache and the tokens differ in the number of rows.
             FunctreeError: if the cache is for a different model.
             ShardingError: if the ambient rules do not fit the activations.
@@ -380,7 +380,7 @@ class Transformer(eqx.Module, ShownByPlan):
         )
 
     def logits(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq vocab"]:
-        """Compute the logits from the output of `features`, in its dtype.
+        """Compute the logits from the output of `features`, in the same dtype.
 
         Raises:
             ShardingError: if the ambient rules do not fit the activations.

@@ -193,7 +193,7 @@ def rows_on_shards(
         of_index: the spec of the indices, over different mesh axes.
     """
     mesh, vocab = jax.sharding.get_abstract_mesh(), table.shape[0]
-    # XLA's partitioner refuses a sum over a mesh axis of one device (in jax 0.12).
+    # XLA's partitioner refuses a sum over a mesh axis of one device (JAX 0.12).
     axes = tuple(axis for axis in mesh_axes(of_table[0]) if mesh.shape[axis] > 1)
 
     def of_shard(table: Array, index: Array) -> Array:
@@ -234,7 +234,7 @@ def as_int32(index: Int[Array, "*batch"]) -> Int[Array, "*batch"]:
 
 
 def broadcast_like(weight: Float[Array, "*size"], x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Broadcast a weight along the last dimensions of `x`, and shard the result like `x`.
+    """Broadcast a weight over the leading dimensions of `x`, and shard the result like `x`.
 
     Examples:
         >>> from functree.nn.weights import broadcast_like

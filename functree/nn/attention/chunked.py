@@ -289,7 +289,8 @@ def gradients(
 ) -> tuple[Queries, Keys, Keys]:
     """Run algorithm 4 of FlashAttention, which loops over chunks of keys.
 
-    With weights p, values v, scores s = q kᵀ before scaling, and the cotangent do of the result o:
+    With weights `p`, values `v`, scores `s = q kᵀ` before scaling, and the cotangent `do` of the
+    result `o`:
 
         dv = pᵀ do, dp = do vᵀ, ds = scale * p * (dp - o · do), dq = ds k, dk = dsᵀ q
 

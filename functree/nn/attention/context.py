@@ -147,7 +147,7 @@ def _gathered(arrays: T, parts: Parts) -> T:
     return jax.tree.map(lambda x: jax.lax.all_gather(x, parts.axes, axis=1, tiled=True), arrays)
 
 
-# In a ring, no device ever holds the keys and values of more than two parts
+# In a ring, devices pass keys and values on, one part at a time
 
 
 class _OfKeys(NamedTuple):

@@ -20,8 +20,9 @@ TILE = 128
 """The TPU kernel requires the number of tokens to be a multiple of this value."""
 
 _BLOCKS = (512, 256, 128)
-# Above this many tokens, blocks are larger. Building the kernel reads all blocks of the mask, whose
-# number is quadratic in the length. With blocks of 512, this takes minutes for 1,048,576 tokens.
+# Above this many tokens, blocks are larger. Building the kernel reads all blocks of the mask, and
+# their number is quadratic in the length. With blocks of 512, this takes minutes for 1,048,576
+# tokens.
 _LONG, _LONG_BLOCK = 2**18, 1024
 # The kernel keeps three bytes for each block of its mask in a core's scalar memory, which has room
 # for this many blocks. The queries of longer sequences are processed in pieces.
@@ -367,6 +368,6 @@ _CUDNN = Kernel("cudnn", "NVIDIA GPUs", "cuda", cudnn, _why_not_cudnn)
 KERNELS = {"splash": _SPLASH, "cudnn": _CUDNN}
 """The kernels by name."""
 
-# JAX uses either name for GPUs.
+# JAX names the platform of GPUs "gpu" or "cuda".
 OF_PLATFORM = {"tpu": _SPLASH, "gpu": _CUDNN, "cuda": _CUDNN}
 """The kernels by platform."""

@@ -89,8 +89,8 @@ class Attention(eqx.Module):
         attention: the implementation of attention: `"auto"`, `"xla"`, `"chunked"`, `"splash"`,
             `"cudnn"`, or a function that takes the arguments of `jax.nn.dot_product_attention`. The
             default uses the kernel of the platform that the program is lowered for. On platforms
-            without a kernel, attention runs in chunks, and never holds an array of all queries by
-            all keys.
+            without a kernel, attention runs in chunks, and holds the attention weights of only one
+            chunk of queries and one chunk of keys at a time.
         context: how the parts of a sequence attend to each other, if the rules shard "seq" over
             mesh axes that shard no heads. With `"heads"`, devices exchange heads for parts of the
             sequence: each device gets the whole sequence for fewer heads. The number of parts must

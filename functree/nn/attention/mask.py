@@ -141,9 +141,9 @@ class Mask(eqx.Module):
     def padded(self, queries: int, keys: int, has: int) -> "Mask":
         """Add padding at the end of the mask; no query before the padding attends to padded keys.
 
-        Padding has position -1. Without positions, the padded keys come after all queries. If
-        queries and keys are from different parts of a sequence, the padded keys are masked instead,
-        using `has`, the number of keys before the padding.
+        Padding has position -1. Without positions, the padded keys come after all queries that are
+        not padding. If queries and keys are from different parts of a sequence, the padded keys are
+        masked instead, using `has`, the number of keys before the padding.
         """
         is_shifted = self.offset is not None and keys > 0
         return Mask(

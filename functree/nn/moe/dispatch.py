@@ -23,7 +23,7 @@ class Tokens(NamedTuple):
     Attributes:
         x: the tokens.
         experts: the experts of each token.
-        weights: the factor by which each of these experts' results is multiplied.
+        weights: the factor for the result of each of these experts.
         shards: the number of shards of the batch that these tokens come from. A capacity applies to
             each shard.
     """

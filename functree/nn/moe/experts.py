@@ -1,9 +1,9 @@
 """Rows of tokens are sorted by expert, and each expert computes its own rows.
 
-A token has `top_k` assignments, which are numbered token by token. A row holds one assignment.
-Because shapes are static, there may be more rows than assignments. A row without an assignment
-holds the number after the last assignment, which the code calls `nothing`. Its input is zero, and
-its result is added to no token.
+A token has `top_k` assignments, which are numbered token by token. A row holds at most one
+assignment. Because shapes are static, there may be more rows than assignments. A row without an
+assignment holds the number after the last assignment, which the code calls `nothing`. Its input is
+zero, and its result is added to no token.
 """
 
 from collections.abc import Callable

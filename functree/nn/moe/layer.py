@@ -80,8 +80,8 @@ class MoE(eqx.Module):
         init: the initializer of all matrices; by default truncated normal with variance 1 / fan_in.
         key: the key for the matrices.
         param_dtype: the dtype of the parameters.
-        compute_dtype: the dtype to which the experts' parameters are cast for the computation; by
-            default the dtype of `x`.
+        compute_dtype: the dtype to which `x` and the experts' parameters are cast; by default the
+            dtype of `x`.
         dot_general: a hashable function that multiplies by the experts' weights. It takes the
             arguments of `jax.lax.dot_general`, and needs a `capacity`.
 

@@ -42,7 +42,7 @@ class Routing(NamedTuple):
 
     Attributes:
         experts: the experts of each token.
-        weights: the factor by which each of these experts' results is multiplied.
+        weights: the factor for the result of each of these experts.
         probabilities: the probabilities of all experts, for each token.
         log_totals: the logsumexp of each token's logits.
     """

@@ -108,7 +108,7 @@ def _is_explicit() -> bool:
 
 def _several(of_dim: Entry) -> _Axes:
     """Return the mesh axes of an entry that have more than one device."""
-    # XLA's partitioner refuses a sum over a mesh axis of size 1 (jax 0.12).
+    # XLA's partitioner refuses a sum over a mesh axis of size 1 (JAX 0.12).
     return tuple(axis for axis in mesh_axes(of_dim) if devices_along((axis,)) > 1)
 
 
