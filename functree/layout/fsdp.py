@@ -31,8 +31,8 @@ class FSDP(Layout):
     """A layout that shards the largest unsharded dimension that the mesh axis divides.
 
     If several dimensions are equally large, `FSDP` shards the outermost. It never shards the
-    dimension that stacks layers. A leaf is unchanged if it has fewer than `min_size` elements,
-    has no dimension that FSDP may shard, or is already sharded over the mesh axis.
+    dimension that stacks layers. A leaf is unchanged if it has fewer than `min_size` elements, has
+    no dimension that `FSDP` may shard, or is already sharded over the mesh axis.
 
     Args:
         axis: the mesh axis, or several mesh axes.

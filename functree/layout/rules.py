@@ -452,7 +452,7 @@ def array_spec(
         mesh: the mesh; None to skip the checks of mesh axes and sizes.
 
     Raises:
-        ShardingError: if the activation cannot be laid out. `renamed` completes the problems.
+        ShardingError: if the activation cannot be laid out. `renamed` completes the error's problems.
     """
     sizes = None if mesh is None else tuple(mesh.sizes.items())
     spec, problems = _decided(layout, axes, tuple(shape), sizes)
@@ -550,8 +550,8 @@ def spec_of_axes(
 BATCH = "batch"
 """The name of the batch axis in the layers of `ft.nn`.
 
-The first axis is not checked, only this name. Under `jax.vmap`, the first axis of a constrained
-array is not the batch, and may rightly be unsharded.
+`forgotten_axes` looks for this name, not for the first axis. Under `jax.vmap`, the first axis of a
+constrained array is not the batch, and may rightly be unsharded.
 """
 
 

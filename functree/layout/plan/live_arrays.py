@@ -61,7 +61,7 @@ def _with_parameters(state: Path, rows: Sequence[Row]) -> list[Row]:
 
 
 def _mesh_text(mesh: AnyMesh) -> str:
-    """Format a mesh with its first devices, since a plan's mesh may have the same sizes."""
+    """Format a mesh with its first devices, to distinguish it from a mesh of the same sizes."""
     text = f"the mesh {mesh_view(mesh)}"
     if not isinstance(mesh, Mesh):
         return text

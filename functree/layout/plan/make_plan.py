@@ -43,7 +43,7 @@ def plan(tree: Any, layout: LayoutTree = ..., mesh: MeshLike = None, *, check: b
         ShardingError: if leaves cannot be laid out; the error lists all problems.
         ShardingError: if there is no mesh.
         ShardingError: if the layout is for a different mesh.
-        ShardingError: if `layout` is left out and the arrays are not on `mesh`.
+        ShardingError: if `layout` is left out and the arrays are on a different mesh.
         FunctreeError: if `tree` is a class, or a function that was not called.
         RuleError: if `layout` is None.
         RuleError: if `layout` is not a layout.
@@ -121,7 +121,7 @@ def plan_leaves(
 def plan_decisions(
     leaves: Leaves, decided: Decisions, view: MeshView, *, check: bool = True
 ) -> Plan:
-    """Make a plan from decisions; `check` is whether problems raise an error."""
+    """Make a plan from decisions; problems raise an error if `check` is True."""
     if decided.problems and check:
         raise refuse(decided.problems, view)
     rows = _rows(decided.leaves, decided.decisions, view)

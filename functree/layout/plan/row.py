@@ -31,8 +31,8 @@ class Row(NamedTuple):
         bytes_per_device: the bytes of the shard on one device.
         copies: the number of devices that hold each byte.
         memory_kind: `"pinned_host"` for host memory; None for the default.
-        mesh: the array's mesh if it differs from the plan's, and None otherwise. Only a plan that
-            shows how arrays are sharded now has such rows.
+        mesh: the array's mesh if it differs from the plan's, and None otherwise. A row has its
+            own mesh only in a plan that shows how arrays are sharded now.
         follows: the path of the parameter whose dimensions and spec the array shares, as an
             optimizer's moment does; None if the array follows no parameter.
 
