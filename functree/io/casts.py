@@ -1,4 +1,4 @@
-"""Functions here cast arrays, and count the values that the new dtype cannot hold.
+"""These functions cast arrays, and count the values that the new dtype cannot hold.
 
 Rounding a float is not a loss. A value is lost if it is out of range, or if its nonzero imaginary
 part is dropped. A cast to an integer dtype loses fractions and NaNs. A cast from an integer dtype
@@ -24,7 +24,7 @@ _Array = Any
 
 
 class Loss(NamedTuple):
-    """Record of the values that an array lost in a cast.
+    """The number of values that an array lost in a cast, with the dtypes.
 
     Attributes:
         path: the array's path.
@@ -170,8 +170,9 @@ def _lost(x: _Array, cast: _Array, dtype: Any, xp: ModuleType) -> _Array:
         low, high = 0, 1
         if not _is_flag(dtype):
             low, high = int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
-        # Compare with the next power of two, which a float represents exactly. It may round the
-        # largest integer. The result of the cast is not used, since it differs between devices.
+        # Compare with the next power of two, which a float represents exactly. The largest integer
+        # itself may be rounded. The result of the cast is not used, since it differs between
+        # devices.
         return ~((xp.trunc(x) == x) & (x >= float(low)) & (x < float(high + 1)))
     back = y.astype(x.dtype)
     if _is_float(y.dtype):

@@ -41,7 +41,7 @@ _NAMES = Takes("axis names, or a dict from axis names to expressions", _are_name
 
 
 class Exported:
-    """Exported function. `ft.export` builds it.
+    """An exported function. `ft.export` builds it.
 
     The function takes and returns separate arrays, in the order of their paths, since `jax.export`
     does not serialize modules. Callers do not need the modules' classes.

@@ -33,7 +33,7 @@ def _is_installed(package: str) -> bool:
 
 
 class ForeignErrors:
-    """Context manager that converts errors of other packages into functree's errors.
+    """A context manager that converts errors of other packages into functree's errors.
 
     The original error is chained as the cause. Orbax raises errors of many classes, including
     `Exception` itself. JAX runtime errors, such as out-of-memory errors, are not converted.

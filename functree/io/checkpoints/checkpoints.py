@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class Checkpoints:
-    """Checkpoints of a run. The checkpoint of step `n` is in `folder/n`.
+    """The checkpoints of a run. The checkpoint of step `n` is in `folder/n`.
 
     Each checkpoint is written in the background while the next steps run. Use `Checkpoints` in a
     `with` statement, which waits for the last checkpoint. Readers never see a half-written
@@ -267,7 +267,7 @@ class Checkpoints:
         )
 
     def _check_new(self, step: int) -> None:
-        """Raise CheckpointError if a step has a checkpoint, and warn if a later step has one."""
+        """Raise a CheckpointError if a step has a checkpoint; warn if a later step has one."""
         with files(f"{self.folder} cannot be written"):
             # Leftovers are removed here, not when the folder is opened, so that readers remove
             # nothing.

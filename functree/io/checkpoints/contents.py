@@ -26,7 +26,7 @@ from functree.tree.paths import Path
 
 
 class Contents(NamedTuple):
-    """Arrays and manifest of a checkpoint.
+    """The arrays and the manifest of a checkpoint.
 
     Attributes:
         stored: the arrays that are stored, by path.
@@ -155,7 +155,7 @@ def _is_readable(path: Path) -> bool:
 
 
 def _check_meta(meta: object) -> None:
-    """Raise CheckpointError for values that JSON cannot hold, or would change."""
+    """Raise a CheckpointError for values that JSON cannot hold, or would change."""
     for where, value in _not_json(meta, "meta", MOST_LEVELS // 2):
         if isinstance(value, dict | list):
             most = MOST_LEVELS // 2

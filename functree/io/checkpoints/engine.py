@@ -35,16 +35,16 @@ StoredArray = jax.Array | np.ndarray
 
 # `Union`, since `pyright --verifytypes` reports type arguments of `jax.ShapeDtypeStruct` with `|`.
 Target = Union[jax.ShapeDtypeStruct, np.ndarray]  # noqa: UP007
-"""Target of a read: the shape, dtype and sharding of a JAX array, or a NumPy array."""
+"""The target of a read: the shape, dtype and sharding of a JAX array, or a NumPy array."""
 
 
 class Response(Protocol):
-    """Save that runs in the background."""
+    """A save that runs in the background."""
 
     def result(self, timeout: float | None = None) -> None:
         """Wait at most `timeout` seconds for the save to end.
 
-        Raise the save's error if the save failed, or TimeoutError if it is still running.
+        Raise the save's error if the save failed, or a TimeoutError if it is still running.
         """
 
 
@@ -234,7 +234,7 @@ def check_dtypes(arrays: Mapping[str, StoredArray], targets: Mapping[str, Target
 
 
 def import_orbax() -> Any:
-    """Import orbax, or raise FunctreeError if it is not installed."""
+    """Import orbax, or raise a FunctreeError if it is not installed."""
     # `Any`, since orbax's types are unknown where orbax is not installed.
     return import_extra("orbax.checkpoint", "checkpoint").v1
 
@@ -274,7 +274,7 @@ def _most_bytes(targets: Mapping[str, Target]) -> int:
 _AS_BYTES = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn", "float8_e4m3")
 
 NOT_STORED = ("int1", "uint1", "float6_e2m3fn", "float6_e3m2fn")
-"""Dtypes that JAX supports, but that XLA cannot convert to bytes."""
+"""The dtypes that JAX supports, but that XLA cannot convert to bytes."""
 
 
 def stored_form(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], np.dtype]:

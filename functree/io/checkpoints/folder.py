@@ -34,20 +34,20 @@ from functree.io.extras import ForeignErrors, import_extra
 MANIFEST = "functree.json"
 
 DEADLINE = 60.0
-"""Seconds after which a bucket that does not answer is treated as unreachable.
+"""The number of seconds after which a bucket that does not answer is treated as unreachable.
 
 Tensorstore alone would retry for many minutes.
 """
 
 ASKED_AFTER = 20.0
-"""Seconds between checks that the bucket still answers, while orbax writes."""
+"""The number of seconds between checks that the bucket still answers, while orbax writes."""
 
 # The deadline for deleting everything below a prefix, which may be thousands of objects.
 _LONG_DEADLINE = 900.0
 
 
 class Found(NamedTuple):
-    """Bytes and generation of a manifest, as they were read.
+    """The bytes and the generation of a manifest, as they were read.
 
     Attributes:
         data: the bytes; None if there is no manifest.
@@ -60,9 +60,9 @@ class Found(NamedTuple):
 
 
 class Folder:
-    """Folder in a file system that all processes share.
+    """A folder in a file system that all processes share.
 
-    Methods that fail raise OSError, or CheckpointFileError with a more specific message.
+    Methods that fail raise an OSError, or a CheckpointFileError with a more specific message.
 
     Args:
         path: the folder's path, for messages and orbax.
@@ -157,11 +157,11 @@ class Folder:
             os.rmdir(self.path)
 
     def check_reached(self) -> None:
-        """Raise OSError if this folder has become unreachable. Writers call this method often."""
+        """Raise an OSError if the folder has become unreachable. Writers call this method often."""
         # On a disk, writing raises the error.
 
     def _answer(self, future: Any, deadline: float | None = None) -> Any:
-        """Wait for the store's answer. Raise OSError if the store refuses, or does not answer."""
+        """Wait for the store's answer; raise an OSError if the store refuses or does not answer."""
         try:
             return future.result(timeout=deadline)
         except TimeoutError:
@@ -173,7 +173,7 @@ class Folder:
 
 
 class BucketFolder(Folder):
-    """Folder at an address in a bucket. The folder exists if it contains an object.
+    """A folder at an address in a bucket. The folder exists if it contains an object.
 
     The inherited methods that call the operating system find nothing at such an address.
 
@@ -327,14 +327,14 @@ def is_in_bucket(path: object) -> bool:
 
 
 DAY = 24 * 3600.0
-"""Seconds after which a writer may no longer write its manifest."""
+"""The number of seconds after which a writer may no longer write its manifest."""
 
 # Leftovers are removed an hour later than that. In this hour, a writer that has just checked its
 # clock can write the manifest. The hour also covers differences between clocks.
 _REMOVED_AFTER = DAY + 3600.0
 
 BEGUN, FAILED = ".begun", ".failed"
-"""Suffixes of the files with which processes notify each other.
+"""The suffixes of the files with which processes notify each other.
 
 The files are next to the folder with the values. `BEGUN` means that the first process has begun to
 write. `FAILED` means that a process could not write.
@@ -399,7 +399,7 @@ def steps_with_manifest(folder: Folder, steps: list[int]) -> list[int]:
 
 
 class Draft:
-    """Checkpoint that is being written.
+    """A checkpoint that is being written.
 
     Args:
         folder: the folder of the checkpoint, which is created.

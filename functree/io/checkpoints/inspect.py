@@ -23,7 +23,7 @@ from functree.tree.paths import Path
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Metadata of a checkpoint. `ft.inspect` builds it.
+    """The metadata of a checkpoint. `ft.inspect` builds it.
 
     Attributes:
         path: the checkpoint's folder.
@@ -47,7 +47,7 @@ class Checkpoint:
 
     @property
     def total_bytes(self) -> int:
-        """Total size of all arrays in bytes. An array at several paths is counted once."""
+        """The total size of all arrays in bytes. An array at several paths is counted once."""
         return sum(row.bytes for row in self.rows if row.same_as is None)
 
     def __getitem__(self, path: str | tuple[object, ...]) -> SavedArray:

@@ -23,10 +23,10 @@ from functree.tree.axes import Axes
 from functree.tree.paths import Path
 
 BEGINNING = b'{\n "functree": "checkpoint",'
-"""First bytes of each manifest. They identify a manifest even if it is damaged."""
+"""The first bytes of each manifest. They identify a manifest even if it is damaged."""
 
 VALUES = "arrays-[0-9a-f]{12}"
-"""Regular expression for the names of folders that hold values."""
+"""A regular expression for the names of folders that hold values."""
 
 
 def new_values_name() -> str:
@@ -35,7 +35,7 @@ def new_values_name() -> str:
 
 
 class SavedArray(NamedTuple):
-    """Row of a checkpoint's manifest, which describes one array.
+    """A row of a checkpoint's manifest. It describes one array.
 
     Attributes:
         path: the array's path in the saved tree.
@@ -67,7 +67,7 @@ class SavedArray(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """Description of a checkpoint's arrays and metadata.
+    """The description of a checkpoint's arrays and metadata.
 
     Attributes:
         rows: one row for each array.
@@ -148,7 +148,7 @@ def checksum(body: Mapping[str, Any]) -> str:
 
 
 def _check_rows(rows: Sequence[SavedArray]) -> None:
-    """Raise FunctreeError for inconsistent rows."""
+    """Raise a FunctreeError for inconsistent rows."""
     # Another program or a person may have written these rows with a correct checksum.
     known: dict[Path, SavedArray] = {}
     for row in rows:

@@ -65,7 +65,7 @@ T = TypeVar("T")
 
 
 class _Wanted(NamedTuple):
-    """Array to restore.
+    """An array to restore.
 
     Attributes:
         leaf: the array in `like`.
@@ -213,7 +213,7 @@ def _facts(manifest: Manifest, wanted: Sequence[_Wanted], verify: bool) -> Facts
 
 
 def _check_kept(leaves: Leaves, wanted: Sequence[_Wanted]) -> None:
-    """Raise FunctreeError if an array that comes from `like` is deleted."""
+    """Raise a FunctreeError if an array that comes from `like` is deleted."""
     read_from_files = {one.leaf.path for one in wanted}
     kept = [leaf for leaf in leaves.leaves if leaf.path not in read_from_files]
     if any(is_deleted(leaf.value) for leaf in kept):

@@ -91,7 +91,7 @@ _REPR.maxother = sys.maxsize
 
 
 def _text(value: object) -> str | None:
-    """Return a text for a value that is equal in all processes, or None if there is none."""
+    """Return a value's text if it is equal in all processes, or None."""
     try:
         return _structured(value)
     except (RecursionError, AttributeError, _OnlyAddressError):
@@ -99,7 +99,7 @@ def _text(value: object) -> str | None:
 
 
 class _OnlyAddressError(Exception):
-    """Error for a value whose text contains a memory address."""
+    """An error for a value whose text contains a memory address."""
 
 
 def _structured(value: Any) -> str:

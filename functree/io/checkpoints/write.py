@@ -97,7 +97,7 @@ def save(
 
 
 class CheckpointWriter:
-    """Writer of one checkpoint. It writes the values in the background, then the manifest.
+    """A writer of one checkpoint. It writes the values in the background, then the manifest.
 
     Once the writer is constructed, the arrays may be donated.
 
@@ -106,7 +106,8 @@ class CheckpointWriter:
         tree: the tree to save.
         meta: the user's JSON values.
         verify: whether digests are saved.
-        overwrite: whether an existing checkpoint is replaced, once the values have been read back.
+        overwrite: whether an existing checkpoint is replaced. If `verify` is True, the values are
+            first read back.
         step: the checkpoint's step in `ft.Checkpoints`; None for `ft.save`.
 
     Raises:
@@ -218,7 +219,7 @@ class CheckpointWriter:
         self._given_up.set()
 
     def _check_others(self) -> None:
-        """Raise CheckpointError if another process has noted that it could not write."""
+        """Raise a CheckpointError if another process has noted that it could not write."""
         # A process that leaves `with Checkpoints` with an error does not communicate, and orbax
         # would wait for it for up to twenty minutes.
         with files(self._failure):
@@ -261,7 +262,7 @@ class CheckpointWriter:
             self._draft.commit(self._manifest)
 
     def _read_back(self) -> None:
-        """Raise CheckpointError if the values on the disk differ from the values in memory."""
+        """Raise a CheckpointError if the values on the disk differ from the values in memory."""
         # Arrays are read in groups. Reading all of them at once would need the memory of a second
         # model.
         while self._targets:
@@ -296,7 +297,7 @@ _SEEN_AFTER = 5
 
 
 def _check_seen(folder: Folder, name: str) -> None:
-    """Raise CheckpointError if this process does not see the first process's files."""
+    """Raise a CheckpointError if this process does not see the first process's files."""
     until = time.monotonic() + _SEEN_AFTER
     # This check runs before orbax begins. Otherwise, processes with separate folders would each
     # write a part, without noticing that the other parts are missing. The code lists the folder,

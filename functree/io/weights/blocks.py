@@ -49,7 +49,7 @@ def with_joined_heads(shape: Sequence[int], axes: Sequence[str | None]) -> list[
 
 
 class TensorForm(NamedTuple):
-    """Form in which a tensor in a file stores an array.
+    """The form in which a tensor in a file stores an array.
 
     Attributes:
         shape: the shape of the array, without leading dimensions in which each index has its own
@@ -71,7 +71,7 @@ class TensorForm(NamedTuple):
     def fitting(
         shape: Sequence[int], stored: Sequence[int], name: TensorName, kept: int = 0
     ) -> "TensorForm | None":
-        """Find the form in which a tensor stores an array, or return None if it does not fit.
+        """Find the form in which a tensor stores an array, or return None if no form fits.
 
         Only one dimension of the tensor may join several dimensions of the array, as for heads. If
         two could, (3 * heads * head_dim, embed) might be read as (3, embed, heads, head_dim) when

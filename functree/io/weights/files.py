@@ -16,7 +16,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class Tensor(NamedTuple):
-    """Tensor in a file, from which blocks can be read.
+    """A tensor in a file, from which blocks can be read.
 
     Attributes:
         shape: the tensor's shape.
@@ -49,7 +49,7 @@ DTYPES = {
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
 }
-"""Dtypes of weights, by their names in safetensors."""
+"""The dtypes of weights, by their names in safetensors."""
 
 ALL_DTYPES = {
     **DTYPES,
@@ -58,7 +58,7 @@ ALL_DTYPES = {
     **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
     **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
 }
-"""Dtypes that a `state_dict` may contain, by their names in safetensors.
+"""The dtypes that a `state_dict` may contain, by their names in safetensors.
 
 For example, a count of batches is an integer.
 """

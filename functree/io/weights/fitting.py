@@ -24,7 +24,7 @@ from functree.tree.paths import Path, part_text
 
 
 class Fault(NamedTuple):
-    """Reason why an array cannot be read.
+    """A reason why an array cannot be read.
 
     Attributes:
         why: the reason, with `{}` for a name.
@@ -63,7 +63,7 @@ class Terms(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """Array to load, with the tensors that hold its values.
+    """An array to load, with the tensors that hold its values.
 
     Attributes:
         leaf: the array in `like`.
@@ -84,23 +84,23 @@ class Weight(NamedTuple):
 
     @property
     def stacked(self) -> int:
-        """Number of leading dimensions in which each index has its own tensor."""
+        """The number of leading dimensions in which each index has its own tensor."""
         return len(self.row.name.places)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the array without the dimensions that `stacked` counts."""
+        """The shape of the array without the dimensions that `stacked` counts."""
         return self.leaf.shape[self.stacked :]
 
     @property
     def kept(self) -> int:
-        """How many leading dimensions of `shape`, for layers and experts, `.T` keeps first."""
+        """The number of leading dimensions, for layers and experts, that `.T` keeps first."""
         kept = max(self.leaf.stacked - self.stacked, 0)
         return kept + int(self.leaf.axes[self.stacked + kept :][:1] == ("experts",))
 
     @property
     def dtype(self) -> np.dtype:
-        """Dtype of the array that is created."""
+        """The dtype of the array that is created."""
         if self.terms.dtypes == "files" and self.names[0] in self.tensors:
             return self.tensors[self.names[0]].dtype
         return np.dtype(self.leaf.value.dtype)

@@ -338,7 +338,7 @@ def load_weights(
             lists the paths of arrays with values that this dtype cannot hold. Float64 raises an
             error without `jax_enable_x64`.
         **fields: fields of the config: `compute_dtype` (by default float32), `remat`, `attention`,
-            `max_seq`, `capacity`, `dispatch` and `dot_general`.
+            `context`, `microbatches`, `max_seq`, `capacity`, `dispatch` and `dot_general`.
 
     Raises:
         FunctreeError: if the family is unknown.
@@ -401,7 +401,7 @@ def load_weights(
 
 
 def _check_sizes(published: PublishedConfig, tensors: Mapping[str, Tensor]) -> None:
-    """Raise FunctreeError if the files have too few tensors or elements for the config's sizes.
+    """Raise a FunctreeError if the files have too few tensors or elements for the config.
 
     With impossible sizes, even creating an abstract model might take forever.
     """
@@ -441,7 +441,7 @@ _ROWS = 4096
 def _repeated(
     published: PublishedConfig, tensors: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Problem | None]]:
-    """Yield the name of each redundant tensor, with a problem or None if its values are right."""
+    """Yield the name of each redundant tensor, with None if its values are right, or a problem."""
     config = published.config
     names = published.names(dataclasses.replace(config, tie_embedding=False), tensors)
     table, head = names.get("embed.weight", ""), TensorName.parse(names.get("unembed.weight", ""))

@@ -30,7 +30,7 @@ _PLACES = ("layer", "expert")
 
 
 class Part(NamedTuple):
-    """Range of the equal parts into which one dimension of a tensor is divided.
+    """A range of the equal parts into which one dimension of a tensor is divided.
 
     Attributes:
         first: the index of the first part in the range.
@@ -49,7 +49,7 @@ _ORDER = re.compile(r"\.(?:T|transpose\((\d+(?:, *\d+)*)\))$")
 
 
 class TensorName(NamedTuple):
-    """Name of a tensor in a table, such as `layers.{layer}.qkv.weight[0/3].T`.
+    """The name of a tensor in a table, such as `layers.{layer}.qkv.weight[0/3].T`.
 
     Attributes:
         name: the tensor's name in the files, which may contain `{layer}` and `{expert}`.
@@ -142,7 +142,7 @@ def _computed(node: ast.expr) -> int:
 
 
 class Named(NamedTuple):
-    """Name of an array in a table, with the row that gives the name.
+    """The name of an array in a table, with the row that gives the name.
 
     Attributes:
         text: the name, with suffixes such as `.T`.
@@ -158,7 +158,7 @@ class Named(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """Row of a table.
+    """A row of a table.
 
     Attributes:
         pattern: the pattern as written in the table.
@@ -192,7 +192,7 @@ class _Row(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Text of the row, as written in the table."""
+        """The text of the row, as written in the table."""
         if isinstance(self.name, str):
             return row_text(self.pattern, self.name)
         return f'"{self.pattern}": {getattr(self.name, "__name__", shown(self.name))}'
