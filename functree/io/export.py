@@ -233,7 +233,7 @@ def export(
         f: a function or a method from `ft.jit`.
         *args: its arguments, which may be abstract arrays with shardings.
         platforms: the platforms on which the function can run, such as `("cpu", "tpu", "cuda")`;
-            by default, this process's platform.
+            by default this process's platform.
         symbolic: the names of axes whose sizes are not fixed, as written in the parameters'
             annotations: `["batch"]`. A dict maps the names to JAX's symbolic expressions:
             `{"batch": "8*b"}`.

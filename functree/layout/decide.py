@@ -284,7 +284,8 @@ def _followed(leaf: Leaf, decided: Mapping[Path, Decision]) -> Decision:
         source = dimension.source or Source(f"the spec of {name}")
         dimensions.append(Dimension(dimension.mesh_axes, source) if dimension.mesh_axes else WHOLE)
     reason, same = f"follows {name}", follows.path
-    # Unless the leaf has all the parameter's dimensions in order, the reason lists those it has.
+    # Unless the leaf has all the parameter's dimensions in order, the reason lists the dimensions
+    # that it has.
     if not follows.has_all_of(len(parameter.dimensions)):
         kept = ["unsharded" if dim is None else str(dim) for dim in follows.dims]
         reason += f", with dimension{'' if len(kept) == 1 else 's'} {', '.join(kept)}"

@@ -348,7 +348,7 @@ def _closed_axes(
 ) -> Mapping[str, Sequence[Leaf]]:
     """Return the axes that only `...: None` covers, each with its leaves."""
     closed: dict[str, list[Leaf]] = {}
-    # Many leaves share one decision object, and most have no such axis.
+    # Many leaves share one decision object, and most leaves have no such axis.
     without: set[int] = set()
     for leaf, decision in zip(leaves, decisions, strict=True):
         if id(decision) in without:

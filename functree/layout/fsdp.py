@@ -37,7 +37,7 @@ class FSDP(Layout):
     Args:
         axis: the mesh axis, or several mesh axes.
         min_size: the number of elements below which leaves are unchanged.
-        axes: the axes that may be sharded; by default, all.
+        axes: the axes that may be sharded; by default all.
         otherwise: the spec of a leaf if the mesh axis divides none of the dimensions that may be
             sharded. By default, such a leaf raises an error.
 

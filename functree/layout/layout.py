@@ -70,7 +70,7 @@ class Layout:
     def asks(self, leaf: Leaf) -> Hashable:
         """Return the values that the decision depends on, besides the leaf's `kind`.
 
-        Leaves share one decision if these values are equal, and the leaves' kinds are too.
+        Leaves share one decision if both these values and the leaves' kinds are equal.
         """
         return tuple([layout.asks(leaf) for layout in self.inner])
 

@@ -46,8 +46,8 @@ class BatchNorm(eqx.Module):
 
     Args:
         size: the number of channels, which is the size of the last dimension.
-        axis_name: the mesh axes of a shard_map, or axis names of a vmap, over which the batch is
-            split.
+        axis_name: the mesh axes of a shard_map, or the axis names of a vmap, over which the batch
+            is split.
         eps: a number added to the variance, so that the result for constant channels is finite.
         channelwise_affine: whether to scale and shift, with a weight (initially one) and a bias
             (initially zero).

@@ -402,7 +402,7 @@ class Draft:
     """A checkpoint that is being written.
 
     Args:
-        folder: the folder of the checkpoint, which is created.
+        folder: the checkpoint's folder, which is created.
         overwrite: whether an existing checkpoint is replaced.
 
     Attributes:

@@ -334,7 +334,7 @@ def load_weights(
         folder: the folder with the files.
         layout: the layout of the model.
         mesh: the mesh; by default the current mesh.
-        param_dtype: the dtype of the parameters; by default, the dtype in the files. A warning
+        param_dtype: the dtype of the parameters; by default the dtype in the files. A warning
             lists the paths of arrays with values that this dtype cannot hold. Float64 raises an
             error without `jax_enable_x64`.
         **fields: fields of the config: `compute_dtype` (by default float32), `remat`, `attention`,

@@ -1,7 +1,7 @@
-"""A device's tokens are sent to the devices of their experts, and the results are summed.
+"""These functions apply experts on several devices to a device's tokens, and sum the results.
 
-All functions here run inside a shard_map over the mesh axes of the tokens and of the experts, or on
-one device, without mesh axes.
+They all run inside a shard_map over the mesh axes of the tokens and of the experts, or on one
+device, without mesh axes.
 """
 
 from typing import NamedTuple
