@@ -280,7 +280,8 @@ def test_several_devices_and_no_rules_are_a_reason(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(attending, "platform", lambda: "tpu")
     with jax.set_mesh(ft.make_mesh(data=8)):
         with pytest.warns(
-            ft.FunctreeWarning, match="the sharding of the batch and the heads must be known. Pass rules"
+            ft.FunctreeWarning,
+            match="the sharding of the batch and the heads must be known. Pass rules",
         ):
             jax.jit(attend).trace(*arrays(4, 2, 2))
 
