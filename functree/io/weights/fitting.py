@@ -94,7 +94,7 @@ class Weight(NamedTuple):
 
     @property
     def kept(self) -> int:
-        """The number of leading dimensions, for layers and experts, that `.T` keeps first."""
+        """The number of leading dimensions of `shape` (layers, experts) that `.T` keeps first."""
         kept = max(self.leaf.stacked - self.stacked, 0)
         return kept + int(self.leaf.axes[self.stacked + kept :][:1] == ("experts",))
 

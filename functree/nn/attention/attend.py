@@ -150,7 +150,7 @@ def _parts(given: Inputs, context: Context) -> Parts:
 
 
 def _plain(parts: Parts, window: int | None, chunk: float) -> Callable[[Inputs], Array]:
-    """Build a function that computes attention for a device's part, without a kernel."""
+    """Build a function that computes attention for a part of a sequence, without a kernel."""
 
     def whole(given: Inputs) -> Array:
         query, key, value, segments, positions = given
@@ -169,7 +169,7 @@ def _plain(parts: Parts, window: int | None, chunk: float) -> Callable[[Inputs],
 
 
 def _by_kernel(kernel: Kernel, parts: Parts, window: int | None) -> Callable[[Inputs], Array]:
-    """Build a function that computes attention for a device's part, using a kernel."""
+    """Build a function that computes attention for a part of a sequence, using a kernel."""
 
     def whole(given: Inputs) -> Array:
         return kernel.run(*given.arrays, window=window)
