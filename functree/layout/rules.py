@@ -452,7 +452,7 @@ def array_spec(
         mesh: the mesh; None to skip the checks of mesh axes and sizes.
 
     Raises:
-        ShardingError: if the activation cannot be laid out. `renamed` completes the error's problems.
+        ShardingError: if the activation cannot be laid out. `renamed` completes its problems.
     """
     sizes = None if mesh is None else tuple(mesh.sizes.items())
     spec, problems = _decided(layout, axes, tuple(shape), sizes)

@@ -230,7 +230,8 @@ def test_three_ways():
     assert re.search(r"^explicit: ShardingTypeError: .*`out_sharding`", out, re.M)
     assert re.search(r"^manual: ShardingError: forgetful: 1 leaf ", out, re.M)
     assert (
-        "P('data', None) replicates it over `model`, but its values may differ between devices" in out
+        "P('data', None) replicates it over `model`, but its values may differ between devices"
+        in out
     )
     assert '"hidden" has size 33; rule hidden→model needs a multiple of model=4' in out
 

@@ -90,7 +90,10 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "a ref that is closed over": (
         with_ref,
-        ("closes over a `jax.Ref`", "call the function itself, or pass the ref's value and return the new value"),
+        (
+            "closes over a `jax.Ref`",
+            "call the function itself, or pass the ref's value and return the new value",
+        ),
     ),
     "hijax": (
         lambda: ft.jit(lambda pair: pair.values)([Pair(X)]),

@@ -165,14 +165,20 @@ def test_a_missing_sum_is_told() -> None:
 
 def test_a_small_difference_is_told_as_it_is() -> None:
     *_, first = message(by_hand, (X / 100, W), (P("data", "model"), P("model")))
-    assert "its values differ by up to 0.07" in first and "and their largest magnitude is 0.07" in first
+    assert (
+        "its values differ by up to 0.07" in first
+        and "and their largest magnitude is 0.07" in first
+    )
 
 
 def test_the_iteration_and_the_layout_are_told() -> None:
     result, first = message(asks, (X, W), (P("data", "model"), P()))
     assert result.startswith("  out: differs by up to ")
     assert f"`add` at {line('a layer that asks')}" in first
-    assert "its values differ by up to 2, and their largest magnitude is 0.999, in iteration 1 of 3" in first
+    assert (
+        "its values differ by up to 2, and their largest magnitude is 0.999, in iteration 1 of 3"
+        in first
+    )
     assert first.endswith("its result is f32[8, 8], sharded P('data')")
 
 

@@ -103,7 +103,8 @@ def test_budgets_for_collectives() -> None:
     with raises("write mesh axes as strings, such as ('all-reduce', 'model')"):
         assert_collectives(ledger, allow=(("all-gather", 3),))  # pyright: ignore[reportArgumentType]
     with raises(
-        "'all_gather' is not a kind of collective: use one of all-reduce, ", "did you mean `all-gather`?"
+        "'all_gather' is not a kind of collective: use one of all-reduce, ",
+        "did you mean `all-gather`?",
     ):
         assert_collectives(ledger, at_most={"all_gather": 0})
     for wrong in (("all-reduce", "data", "model"), ("all-reduce",), 3):

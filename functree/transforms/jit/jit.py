@@ -203,8 +203,8 @@ _REFUSED = {
     "backend": f"jit has no option `backend`: {_USE_DEVICE_PUT}",
     "device": f"jit has no option `device`: {_USE_DEVICE_PUT}",
     "abstracted_axes": (
-        "jit has no option `abstracted_axes`, since a program is compiled for fixed sizes: export the "
-        "function with symbolic sizes, `ft.export(f, ..., symbolic=...)`"
+        "jit has no option `abstracted_axes`, since a program is compiled for fixed sizes: export "
+        "the function with symbolic sizes, `ft.export(f, ..., symbolic=...)`"
     ),
 }
 
