@@ -52,7 +52,7 @@ def error_text(error: BaseException) -> str:
 
 
 class FunctreeError(Exception):
-    """Base class of all errors that functree raises.
+    """The base class of all errors that functree raises.
 
     Its attribute `problems` holds one record for each mistake.
 
@@ -77,7 +77,7 @@ class FunctreeError(Exception):
 
 
 class FunctreeWarning(UserWarning):
-    """Category of all functree warnings.
+    """The category of all functree warnings.
 
     They concern code that runs, but probably not as intended.
     `warnings.simplefilter("error", ft.FunctreeWarning)` turns these warnings into errors.
@@ -115,15 +115,15 @@ _SKIPPED = ("functree", "jax", "contextlib")
 
 
 class FunctreeTypeError(FunctreeError, TypeError):
-    """Error for an argument with a wrong type."""
+    """An error for an argument with a wrong type."""
 
 
 class FunctreeValueError(FunctreeError, ValueError):
-    """Error for an argument with a valid type and an invalid value."""
+    """An error for an argument with a valid type and an invalid value."""
 
 
 class AxesError(FunctreeError, ValueError):
-    """Error for axis names that cannot be parsed, or an annotation that does not fit its leaf.
+    """An error for axis names that cannot be parsed, or an annotation that does not fit its leaf.
 
     Examples:
         >>> ft.Axes("not an identifier")
@@ -134,7 +134,7 @@ class AxesError(FunctreeError, ValueError):
 
 
 class RuleError(FunctreeError, ValueError):
-    """Error for a layout, filter or path that is invalid or does not match its tree.
+    """An error for a layout, filter or path that is invalid or does not match its tree.
 
     Most mistakes raise this error when the object is created.
 
@@ -148,7 +148,7 @@ class RuleError(FunctreeError, ValueError):
 
 
 class ShardingError(FunctreeError, ValueError):
-    """Error for a tree that cannot be laid out as requested, or for an unsuitable mesh.
+    """An error for a tree that cannot be laid out as requested, or for an unsuitable mesh.
 
     The error lists every leaf with a problem.
 
@@ -162,7 +162,7 @@ class ShardingError(FunctreeError, ValueError):
 
 
 class StateError(FunctreeError):
-    """Error for a piece of state that is unknown, or has the wrong shape or dtype.
+    """An error for a piece of state that is unknown, or has the wrong shape or dtype.
 
     The usual cause is a state that belongs to a different model.
 
@@ -173,7 +173,7 @@ class StateError(FunctreeError):
 
 
 class CheckpointError(FunctreeError):
-    """Error for a checkpoint that cannot be written, read, or restored into a tree.
+    """An error for a checkpoint that cannot be written, read, or restored into a tree.
 
     The error is also an `OSError` if its cause is a file that is missing or damaged, already
     exists, or cannot be read or written. Its `__cause__` is the operating system's error, if there
@@ -194,7 +194,7 @@ class CheckpointError(FunctreeError):
 
 
 class CheckpointFileError(CheckpointError, OSError):
-    """Error for a checkpoint that cannot be written or read because of its files."""
+    """An error for a checkpoint that cannot be written or read because of its files."""
 
 
 # A large model has thousands of leaves, and one mistake often affects all of them. The text names

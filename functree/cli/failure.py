@@ -11,14 +11,14 @@ from typing import Any
 from functree.errors import FunctreeTypeError, RuleError, ShardingError, error_text
 
 FINE, PROBLEMS, UNUSABLE, INTERRUPTED = 0, 1, 2, 130
-"""Exit codes for success, problems, a command that failed, and an interrupt.
+"""The exit codes for success, problems, a command that failed, and an interrupt.
 
 Problems mean that the layout has mistakes, or that no program fits in device memory. Shells also
 use 130 for an interrupt."""
 
 
 class Failure(Exception):
-    """Error that ends a command.
+    """An error that ends a command.
 
     Args:
         text: the reason. Its lines are joined into one.
@@ -44,7 +44,7 @@ def refusing(what: str = "") -> Iterator[None]:
 
 
 class UsersCode(AbstractContextManager[Any]):
-    """Context manager for importing or running the user's code.
+    """A context manager for importing or running the user's code.
 
     Any `Exception` that the code raises becomes a `Failure`, and so does `SystemExit`.
     `KeyboardInterrupt` propagates.

@@ -74,7 +74,7 @@ _OF_LAYOUTS = (FunctreeError, jax.errors.JaxRuntimeError)
 
 
 class Outcome(NamedTuple):
-    """Result of a command.
+    """The result of a command.
 
     Attributes:
         report: the report to print.
@@ -179,7 +179,7 @@ def explored(options: Namespace) -> Outcome:
 
 
 COMMANDS = {"plan": plan, "ledger": ledger, "explore": explored, "why": explained}
-"""Functions of the commands, by name."""
+"""The functions of the commands, by name."""
 
 
 def _prepare(options: Namespace) -> None:

@@ -43,7 +43,7 @@ memory; 2 the command failed; 130 the command was interrupted.
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser with one-line errors that suggest similar names."""
+    """An argument parser with one-line errors that suggest similar names."""
 
     def __init__(self, **options: Any):
         form = partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=80)

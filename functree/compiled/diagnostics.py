@@ -169,7 +169,7 @@ class _Reader(threading.Thread):
             while rest:
                 rest = rest[os.write(self.original, rest) :]
         except OSError:
-            # The original cannot be written, for example because it is a pipe without a reader.
+            # The original cannot be written to, for example because it is a pipe without a reader.
             # The text would be lost without the redirection, too.
             pass
 

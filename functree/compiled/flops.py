@@ -166,10 +166,10 @@ def _operands(hlo: Hlo, instruction: Instruction) -> list[ArrayType]:
 def _splash_flops(hlo: Hlo, kernel: Instruction, part: str) -> int | None:
     """Count the flops of a splash kernel, which computes attention on TPUs.
 
-    Its operands are the block mask, if any, the queries, the keys and the values. The last
-    dimensions of these arrays are heads, sequence and head size. The text does not show which
-    blocks the mask excludes. The mask is assumed to be causal, as nearly all masks are. Blocks on
-    the diagonal are computed in full.
+    Its operands are the block mask, if any, the queries, the keys and the values. The last three
+    dimensions of the queries, keys and values are heads, sequence and head size. The text does not
+    show which blocks the mask excludes. The mask is assumed to be causal, as nearly all masks are.
+    Blocks on the diagonal are computed in full.
     """
     arrays = [type_ for type_ in _operands(hlo, kernel) if len(type_.shape) >= 3]
     blocks = [type_.shape for type_ in arrays if type_.dtype == "s8"]

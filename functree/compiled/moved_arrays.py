@@ -46,7 +46,7 @@ class MovedArray:
 
     @property
     def results(self) -> list[HloValue]:
-        """The values that contain the array: the full result, and the array's parts of it."""
+        """The values that contain the array: the full result, and the parts that hold the array."""
         collective = self.instruction
         parts = range(len(collective.arrays)) if is_in_pieces(collective) else (self.index,)
         return [HloValue(collective), *(HloValue(collective, (part,)) for part in parts)]

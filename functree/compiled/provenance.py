@@ -571,7 +571,7 @@ def split(name: str) -> list[str]:
 
 
 def _distributed(name: str, start: int) -> list[str]:
-    """Expand `a(b:c)d` into `abd` and `acd`; `start` is the index of the parenthesis."""
+    """Expand `a(b:c)d` into `abd` and `acd`; `start` is the index of the `(`."""
     parts, depth, end = [""], 0, start
     for end in range(start + 1, len(name)):
         letter = name[end]

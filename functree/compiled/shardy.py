@@ -43,7 +43,7 @@ _MOVING = (
 _ENTERED = ("stablehlo.while", "stablehlo.case", "stablehlo.optimization_barrier")
 
 _SHARD_MAP = "sdy.manual_computation"
-# Shardy passes shardings through all other operations first.
+# Shardy propagates shardings through all other operations first.
 _PASS_LATER = frozenset({
     "concatenate", "convolution", "custom_call", "dot_general", "fft", "gather", "pad", "reduce",
     "reduce_window", "scatter", "select_and_scatter", "slice", "sort",

@@ -69,7 +69,7 @@ _MOVES = {
 def table_rows(collectives: Sequence[Collective]) -> list[TableRow]:
     """Group collectives into rows, the largest first.
 
-    A row holds collectives with the same properties that serve identical layers, or parameters of
+    The collectives in a row have the same properties. They serve identical layers, or parameters of
     one module, such as query, key and value.
     """
     groups = _by_layer(collectives)

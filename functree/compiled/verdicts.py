@@ -87,7 +87,7 @@ class Verdicts:
 
         Args:
             one: the collective.
-            name: JAX's name of its operation: `jit(step)/jvp()/dot_general`.
+            name: JAX's name for its operation: `jit(step)/jvp()/dot_general`.
             parameters: the indices of the parameters that it serves.
         """
         if one.mesh_axes is None:

@@ -58,7 +58,7 @@ def _lower(context: Any, array: Any, other: Any) -> Sequence[Any]:
 
 def _batch(arrays: Sequence[Any], axes: Sequence[int | None]) -> tuple[Any, Sequence[int]]:
     # Both arrays get the mapped dimension, since an array without this dimension would not
-    # determine its sharding.
+    # determine the dimension's sharding.
     size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
     array, other = (
         jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)

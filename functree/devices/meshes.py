@@ -259,7 +259,7 @@ def tracing() -> bool:
 def compiling() -> bool:
     """Return whether a function is being traced into a program, not by an eager transform."""
     # An eager transform computes operations without traced operands immediately. JAX has no public
-    # test for this, so this one creates an array, which is an unused constant in a program.
+    # test for this, so this function creates an array, which is an unused constant in a program.
     return isinstance(jnp.zeros(()), Tracer)
 
 

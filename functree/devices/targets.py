@@ -24,7 +24,7 @@ _KIB, _MIB = 1 << 10, 1 << 20
 
 
 class Gpu(NamedTuple):
-    """Description of a GPU for XLA's CUDA compiler, with the values that differ between GPUs.
+    """A description of a GPU for XLA's CUDA compiler, with the values that differ between GPUs.
 
     Attributes:
         name: the name that the driver reports, which is JAX's `device_kind`. XLA uses the name to
@@ -64,7 +64,10 @@ class Gpu(NamedTuple):
 
     @property
     def nvlink_bandwidth(self) -> int:
-        """The bytes per second of all NVLink links in one direction; data sheets add both."""
+        """The bytes per second of all NVLink links, in one direction.
+
+        Data sheets give the sum of both directions.
+        """
         return self.links * self.link_bandwidth
 
 
@@ -209,7 +212,8 @@ class Target(NamedTuple):
         text: the target's name, such as `tpu:v5e:2x4`.
         platform: `tpu` or `cuda`.
         kind: the kind of device, such as `v5e`.
-        shape: the number of chips in each dimension of a slice, such as `(2, 4)`, or of GPUs.
+        shape: the number of chips in each dimension of a slice, such as `(2, 4)`; for GPUs, their
+            number, such as `(8,)`.
     """
 
     text: str
@@ -362,4 +366,4 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 log_folders: list[Path] = []
-"""Folders to which a compiler in this process may write its log, instead of to standard error."""
+"""The folders to which compilers in this process may write logs instead of to standard error."""

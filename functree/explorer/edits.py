@@ -151,8 +151,8 @@ class Edits:
     ) -> Iterator[PartitionSpec]:
         """Yield specs in which one dimension has no mesh axis, a different one, or one more.
 
-        A mesh axis is removed from its previous dimension. Mesh axes that no argument uses stay
-        unused.
+        A mesh axis that a dimension gains is removed from the dimension that it sharded before.
+        Mesh axes that no argument uses stay unused.
         """
         sizes, used = sharding.mesh.shape, sorted(self._used())
         specs: dict[PartitionSpec, None] = {}

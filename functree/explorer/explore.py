@@ -71,7 +71,7 @@ def explore(
             name in `layouts`. By default, results that replace donated arguments keep the
             arguments' shardings.
         progress: whether to show progress on standard error. A terminal shows one line. A log gets
-            a line for each candidate if the exploration takes long.
+            a line for each candidate if the exploration takes several seconds.
 
     Raises:
         FunctreeError: if an argument is invalid.
@@ -260,7 +260,7 @@ def _raise_if_all_alike(errors: Sequence[BaseException], compiled: int) -> None:
 # Why a candidate cannot run
 
 LARGEST = 3
-"""The number of arrays that a problem lists."""
+"""The maximum number of arrays to list if the arguments exceed the memory."""
 
 
 def _too_large(plan: Plan, memory: float, there: str) -> tuple[Problem, ...]:

@@ -92,8 +92,8 @@ def _links(group: Sequence[Device], target: Target, kind: Kind) -> int:
 def _is_ring(length: int, dimension: int, target: Target, kind: Kind) -> bool:
     if kind.ring is None:
         return False
-    # In two dimensions, only the full torus has rings. In three dimensions, multiples of a cube
-    # have rings.
+    # In two dimensions, only the full torus has rings. In three dimensions, slices made of whole
+    # cubes have rings.
     if len(target.shape) == 2:
         return length >= kind.ring
     return all(size % kind.ring == 0 for size in target.shape) and math.prod(target.shape) > 1

@@ -42,7 +42,10 @@ class Trial(NamedTuple):
 
 
 def trials(meshes: Any, layouts: Mapping[str, LayoutTree], target: Target | None) -> list[Trial]:
-    """Pair each mesh with each layout, in the given order.
+    """Pair meshes with layouts, in the given order.
+
+    Each given mesh is paired with each layout. A mesh made from a number of devices is paired only
+    with the layouts that use all its mesh axes.
 
     Raises:
         ShardingError: if an entry of `meshes` is not a mesh.

@@ -30,7 +30,7 @@ from functree.report.table import (
 )
 
 TIE = 1.15
-"""Scores up to this multiple of the best are ties, since the score is not more precise."""
+"""Scores up to this multiple of the best are ties, since scores are no more precise than that."""
 
 GIVEN = "the given hardware"
 """The name of hardware that the caller gives."""
@@ -59,7 +59,8 @@ class Candidate:
         score: the sum of these two times. It compares layouts and does not forecast times.
         tied: whether this and at least one other candidate are within 15 % of the best score. The
             score does not show which of the tied candidates is the fastest.
-        is_frontier: whether all candidates whose score is at least as good have a higher peak.
+        is_frontier: whether all other candidates whose score is at least as good have a higher
+            peak.
         notes: one sentence for each part of the program that the figures leave out, and for a
             program that may not fit in memory.
         ledger: the arrays that the program moves, and its memory.
@@ -262,7 +263,7 @@ def _rate(bandwidth: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Return the text of a part of a score, with two digits.
+    """Return the text of a part of a score, with at least two digits.
 
     >>> seconds_text(2.345), seconds_text(0.0123), seconds_text(0.0000456)
     ('2.3 s', '12 ms', '46 µs')

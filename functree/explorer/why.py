@@ -30,7 +30,7 @@ from functree.tree.arrays import Tree
 
 AVOIDABLE = "avoidable"
 
-# A fix may increase flops and memory up to these factors.
+# A fix may increase flops and memory by at most these factors.
 _FLOPS, _MEMORY = 1.05, 1.02
 # Removing a constraint comes first, unless another fix moves less than this share of the bytes that
 # the removal leaves.
@@ -87,7 +87,7 @@ class Fix(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Why:
-    """Result of `ft.why`: the reasons why a program moves arrays, and edits that avoid moves.
+    """The result of `ft.why`: the reasons why a program moves arrays, and edits that avoid moves.
 
     Attributes:
         name: the name of the function.
@@ -313,7 +313,7 @@ class _Ranked(NamedTuple):
 
 
 def _ranked(edits: Sequence[Edit], progress: bool) -> list[_Ranked]:
-    """Rank edits by the bytes that they move, estimated from layouts; drop invalid edits."""
+    """Rank edits by an estimate of the bytes that their programs move; drop invalid edits."""
     ranked: list[_Ranked] = []
     with shown_progress("why: {} ranked", len(edits), progress) as show:
         for done, edit in enumerate(edits):

@@ -23,7 +23,7 @@ Facts = Mapping[str, Sequence[str]]
 
 
 class Agreement:
-    """Context manager whose block raises an error in all processes or in none.
+    """A context manager whose block raises an error in all processes or in none.
 
     An error in one process is also raised in the others, which would otherwise wait for that
     process forever. Facts that the block compares must be the same in all processes:

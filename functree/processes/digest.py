@@ -29,11 +29,11 @@ from functree.tree.paths import Path
 _PRIME = 2**32 - 5
 
 Bounds = tuple[tuple[int, int], ...]
-"""Start and stop of a shard in each dimension of the array."""
+"""The start and stop of a shard in each dimension of the array."""
 
 
 class Part(NamedTuple):
-    """Digest of one shard of an array. The array's digest is the sum over its distinct shards.
+    """The digest of one shard of an array. The array's digest is the sum over its distinct shards.
 
     Attributes:
         bounds: the bounds of the shard. Copies of a shard have the same bounds.

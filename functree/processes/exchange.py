@@ -22,7 +22,7 @@ _E = TypeVar("_E", bound=BaseException)
 
 
 class Place(NamedTuple):
-    """Point in a program at which a process compares facts with the other processes.
+    """A point in a program at which a process compares facts with the other processes.
 
     Attributes:
         failure: the beginning of messages, such as `the arrays cannot be placed`.
@@ -66,11 +66,11 @@ _numbers = itertools.count(1)
 
 
 Report = Mapping[str, Any]
-"""JSON that a process sends to the others. An error is `{"class": ..., "error": ...}`."""
+"""The JSON that a process sends to the others. An error is `{"class": ..., "error": ...}`."""
 
 
 class Told(NamedTuple):
-    """Message from one process to the others.
+    """A message from one process to the others.
 
     Attributes:
         report: the JSON that the process sends.
@@ -240,7 +240,7 @@ def _gathered(place: Place, value: np.ndarray) -> np.ndarray:
 
 
 LONG = 60.0
-"""Seconds after which a process that waits for the others logs where it waits."""
+"""The seconds after which a process that waits for the others logs where it waits."""
 
 _LOG = logging.getLogger("functree")
 

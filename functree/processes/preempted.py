@@ -46,7 +46,7 @@ def preempted(step: int) -> bool:
 
 
 class _Termination:
-    """Listener for SIGTERM that records whether the signal arrived."""
+    """A listener for SIGTERM that records whether the signal arrived."""
 
     def __init__(self) -> None:
         self.came = False

@@ -244,7 +244,7 @@ def _weight_before(weighed: Sequence[tuple[float, Change]], path: Path) -> float
 
 
 def _percent(before: int, after: int) -> str:
-    """Return a total's change in percent, ` (−50 %)`, or an empty string for a total of 0."""
+    """Return a total's change in percent, ` (−50 %)`, or an empty string if `before` is 0."""
     if not before:
         return ""
     percent = 100 * abs(after - before) / before

@@ -251,7 +251,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 @cache
 def _defaults(cls: Any) -> dict[str, Any] | None:
-    """Return a named tuple's or dataclass's fields with defaults, or None for other types."""
+    """Map a named tuple's or dataclass's fields to defaults, or return None for other types."""
     if not isinstance(cls, type) or not (is_dataclass(cls) or hasattr(cls, "_fields")):
         return None
     parameters = inspect.signature(cls).parameters

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class Selection(Generic[T]):
-    """Selected parts of a tree, none of which contains another. `ft.select` builds it.
+    """The selected parts of a tree, none of which contains another. `ft.select` builds it.
 
     A selection is immutable, and each change returns a new tree. Changing an empty selection raises
     an error. Iteration yields the parts, and `len` returns their number.
@@ -526,7 +526,7 @@ def _path_below(path: Path, node: Tree, below: Path) -> Path:
 
 
 class _Mark:
-    """Placeholder for one leaf."""
+    """A placeholder for one leaf."""
 
     def __repr__(self) -> str:
         return "<leaf>"

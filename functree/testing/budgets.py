@@ -19,13 +19,13 @@ from functree.report.table import bytes_text
 from functree.tree.arrays import array_text
 
 Kind = str | tuple[str, str | tuple[str, ...]]
-"""Kind of collective, with or without mesh axes: `"all-reduce"`, `("all-reduce", "model")`."""
+"""A kind of collective, with or without mesh axes: `"all-reduce"`, `("all-reduce", "model")`."""
 
 SHOWN = 10
-"""Maximum number of collectives or arguments that a message lists."""
+"""The maximum number of collectives or arguments that a message lists."""
 
 UPDATE = "FUNCTREE_UPDATE_GOLDEN"
-"""Name of the environment variable that makes `assert_layout` write golden files."""
+"""The name of the environment variable that makes `assert_layout` write golden files."""
 
 
 # Layouts
@@ -221,7 +221,7 @@ def _ledger_of(value: object) -> Ledger:
 
 
 class _Kind(NamedTuple):
-    """Kind of collective in a budget.
+    """A kind of collective in a budget.
 
     Attributes:
         name: the name of the kind, such as `"all-reduce"`; empty for all.

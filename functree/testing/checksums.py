@@ -15,7 +15,7 @@ from functree.tree.arrays import is_key
 
 _Array = Shaped[Array, "..."]
 Tiles = tuple[int, ...]
-"""Number of tiles along each dimension of an array."""
+"""The number of tiles along each dimension of an array."""
 
 # Sums of very large numbers, as in masks, must not overflow.
 SCALE = 2.0**-24

@@ -49,8 +49,8 @@ def assert_same_as_unsharded(
 
     Args:
         fn: the function. A function from `ft.jit` or `ft.shard_map` runs unchanged. Any other
-            function is jitted. If `layouts` is a single layout, it also sets the ambient rules. A
-            shard_map in the function must not set `mesh=`.
+            function is jitted, and if `layouts` is a single layout, that layout also sets the
+            ambient rules. A shard_map in the function must not set `mesh=`.
         args: the arguments of `fn`, as a tuple or a list. They are copied, so `fn` may donate them.
         layouts: the layouts of the arguments, like `in_shardings` of `ft.jit`.
         mesh: the mesh.

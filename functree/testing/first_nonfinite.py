@@ -100,7 +100,7 @@ def _worst(value: Any) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _Finding:
-    """Value that is worse than the inputs of its step.
+    """A value that is worse than the inputs of its step.
 
     Attributes:
         body: its body.
@@ -122,7 +122,7 @@ class _Finding:
 
 
 class _Reading:
-    """Search through the records, in the order in which operations run."""
+    """A search through the records, in the order in which operations run."""
 
     def __init__(self, records: Records):
         self._records = records

@@ -14,7 +14,7 @@ from functree.devices.varying import varying_over
 from functree.testing.steps import Body, Step
 
 Site = tuple[int, ...]
-"""Position of a value: the index of its step, and the value's index among the step's results.
+"""The position of a value: the index of its step, and the value's index among the step's results.
 
 For a value inside a step's body, the index of that step and the index of the body come first.
 """
@@ -23,7 +23,7 @@ Record = jax.Array
 
 
 class Watch(NamedTuple):
-    """Description of the values to record.
+    """A description of the values to record.
 
     Attributes:
         sites: the sites of the recorded values.
@@ -38,7 +38,10 @@ class Watch(NamedTuple):
 
 
 RAN = -1
-"""Last index in the site of the record that counts a body's runs. It replaces a result's index."""
+"""The last index in the site of the record that counts a body's runs.
+
+It replaces a result's index.
+"""
 
 KEPT_ITERATIONS = 128
 """The number of iterations of a `while` that have separate records. Later ones share one."""
@@ -58,7 +61,7 @@ def slots(step: Step, ran: int) -> Sequence[int]:
 
 
 _Found = tuple[Sequence[Any], dict[Site, Record]]
-"""Outputs of a body or step, with the records from inside it."""
+"""The outputs of a body or step, with the records from inside it."""
 
 
 def run(body: Body, arrays: Sequence[Any], watch: Watch, at: Site = ()) -> _Found:
@@ -149,7 +152,7 @@ def _while(step: Step, ins: Sequence[Any], watch: Watch, at: Site) -> _Found:
 
 
 class _Slots(NamedTuple):
-    """State of a `while` that records its iterations.
+    """The state of a `while` that records its iterations.
 
     Attributes:
         carry: the state of the original loop.

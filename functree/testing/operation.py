@@ -18,7 +18,7 @@ from functree.tree.paths import Path
 
 @dataclass(frozen=True)
 class Operation:
-    """Operation of a program at which something goes wrong. `str` formats it as a sentence.
+    """An operation of a program at which something goes wrong. `str` formats it as a sentence.
 
     Attributes:
         name: the name of JAX's primitive, such as `dot_general`.
@@ -97,7 +97,8 @@ def described(
         place: the place of the body.
         paths: the paths of the program's inputs; None for inputs without a path.
         array: the result, with a dimension for each loop around it; None if it is unknown.
-        bad: whether the result is wrong on each device of a shard_map, by indices on the mesh.
+        bad: for each device of a shard_map, whether the result is wrong there, by indices on the
+            mesh.
     """
     source, line = source_text(step.source)
     where = place.where

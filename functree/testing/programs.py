@@ -31,7 +31,7 @@ from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
 
 Sampler = Callable[[Sequence[AnyArray]], Mapping[Site, jax.Array]]
-"""Function that runs a program on arrays, and returns its records."""
+"""A function that runs a program on arrays, and returns its records."""
 
 # A recording program runs only a few times, so optimizing it does not pay off. These options exist
 # only on CPUs.
@@ -42,7 +42,7 @@ _QUICK: Mapping[str, dict[str, str | bool]] = {
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """Function traced for some arguments.
+    """A function traced for some arguments.
 
     Attributes:
         body: its operations.
@@ -85,8 +85,8 @@ class Program:
     def perturbed(self, seed: int) -> list[AnyArray]:
         """Perturb each number by up to the rounding error of the coarsest dtype in the function.
 
-        The program's values for perturbed arguments show how much they depend on rounding, for
-        example on the order of a sum.
+        The program's values for perturbed arguments show how much these values depend on rounding,
+        for example on the order of a sum.
         """
         # The relative error of the coarsest dtype in which the function computes.
         amount = float(jnp.finfo(jnp.float32).eps)
@@ -110,11 +110,11 @@ def _perturbed(array: AnyArray, amount: float, rng: np.random.Generator) -> AnyA
 
 
 Copies = Callable[[], Sequence[Any]]
-"""Function that copies the arguments of a call to their devices."""
+"""A function that copies the arguments of a call to their devices."""
 
 
 class Both:
-    """Function on one device and on a mesh.
+    """A function on one device and on a mesh.
 
     Attributes:
         unsharded: the function on one device.

@@ -13,16 +13,17 @@ from jax.sharding import PartitionSpec
 from functree.devices.specs import axes_text, entry, spec_text
 
 Assignment = tuple[tuple[str, ...], ...]
-"""Mesh axes that shard each dimension of an array."""
+"""The mesh axes that shard each dimension of an array."""
 
 
 class Compared(NamedTuple):
-    """Value on one device and on the mesh, with the tolerance of their comparison.
+    """A value on one device and on the mesh, with the tolerance of their comparison.
 
     Attributes:
         whole: a number or an array for each tile on one device, by the indices of the tile.
         tolerance: the tolerance, as one number, or as one number for each element of `whole`.
-        parts: the same numbers or arrays for each device of the mesh, by its indices on the mesh.
+        parts: the corresponding number or array on each device, by the device's indices on the
+            mesh.
     """
 
     whole: np.ndarray
@@ -31,7 +32,7 @@ class Compared(NamedTuple):
 
 
 class Kind(Enum):
-    """Kind of relation between the parts on devices and the whole value."""
+    """The kind of relation between the parts on devices and the whole value."""
 
     SAME = "each device has its part of the same value"
     PARTIAL = "each device has one term, and the sum of the terms is the value"
@@ -42,7 +43,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Relation:
-    """Relation between the parts on devices and the whole value.
+    """The relation between the parts on devices and the whole value.
 
     Attributes:
         kind: the kind of relation.
@@ -63,7 +64,7 @@ class Relation:
 
     @property
     def missing(self) -> str:
-        """Missing reduction: `sum` or `mean`; empty if there is none."""
+        """The missing reduction: `sum` or `mean`; empty if there is none."""
         return _REDUCTIONS.get(self.kind, "")
 
 
@@ -82,7 +83,8 @@ def relate(
     Args:
         whole: a number or an array for each tile of the whole value, by the indices of the tile.
         tolerance: the tolerance, as one number, or as one number for each element of `whole`.
-        parts: the same numbers or arrays for each device, by its indices on the mesh.
+        parts: the corresponding number or array on each device, by the device's indices on the
+            mesh.
         axes: the sizes of the mesh axes, in the order of these indices.
     """
     ndim = parts.ndim - len(axes)

@@ -14,7 +14,7 @@ from functree.testing.intermediates import RAN, Site, manual_axes, slots
 from functree.testing.steps import Body, Step
 
 Records = Mapping[Site, np.ndarray]
-"""Records of a program by the sites of its values."""
+"""The records of a program by the sites of its values."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,7 @@ class Around:
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Place of a body in its program, at one iteration of each loop around it.
+    """The place of a body in its program, at one iteration of each loop around it.
 
     Attributes:
         at: the site of the body.
@@ -52,7 +52,7 @@ class Place:
 
     @property
     def where(self) -> list[str]:
-        """Iterations and branches around the body, in words, the innermost first."""
+        """The iterations and branches around the body, in words, the innermost first."""
         return [one.where for one in reversed(self.around) if one.where]
 
     def of(self, records: Records, *site: int) -> np.ndarray | None:
@@ -85,7 +85,7 @@ class Place:
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """Steps that two bodies have in common.
+    """The steps that two bodies have in common.
 
     The bodies come from one function, traced on one device and on a mesh, so most steps are the
     same. A function that reads the mesh may compute differently.
@@ -110,7 +110,7 @@ class Pairs:
 
     @cached_property
     def inner(self) -> dict[tuple[int, int], tuple["Pairs", ...]]:
-        """Pairs of the inner bodies, for each pair of steps that have bodies."""
+        """The pairs of the inner bodies, for each pair of steps that have bodies."""
         pairs: dict[tuple[int, int], tuple[Pairs, ...]] = {}
         for i, j in self.steps:
             one, other = self.left.steps[i].bodies, self.right.steps[j].bodies
@@ -120,12 +120,12 @@ class Pairs:
 
     @cached_property
     def left_of(self) -> dict[int, int]:
-        """Indices of the paired left steps, by the right step's index."""
+        """The indices of the paired left steps, by the right step's index."""
         return {j: i for i, j in self.steps}
 
     @cached_property
     def right_of(self) -> dict[int, int]:
-        """Indices of the paired right steps, by the left step's index."""
+        """The indices of the paired right steps, by the left step's index."""
         return dict(self.steps)
 
     def sites(self, at: Site = (), manual: bool = False) -> Iterator[tuple[Site, Step, Step, bool]]:
@@ -173,7 +173,7 @@ def _common(one: Sequence[Hashable], other: Sequence[Hashable]) -> list[tuple[in
 
 @dataclass(frozen=True, eq=False)
 class Scope:
-    """Body on one device and on a mesh, at one iteration of each loop around it.
+    """A body on one device and on a mesh, at one iteration of each loop around it.
 
     Attributes:
         pairs: the bodies.
@@ -187,7 +187,7 @@ class Scope:
 
     @property
     def axes(self) -> Mapping[str, int]:
-        """Sizes of the mesh axes that are Manual here."""
+        """The sizes of the mesh axes that are Manual here."""
         return self.right.axes
 
     def step(self, index: int) -> Step:

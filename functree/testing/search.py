@@ -23,7 +23,7 @@ _BY_COMPILER = (
 
 @dataclass(frozen=True, eq=False)
 class Finding:
-    """First operation whose values differ.
+    """The first operation whose values differ.
 
     Attributes:
         scope: the body that contains the operation.
@@ -49,14 +49,14 @@ class Finding:
 
     @property
     def step(self) -> Step:
-        """Step of the operation."""
+        """The step of the operation."""
         if self.only == "device":
             return self.scope.pairs.left.steps[self.index]
         return self.scope.step(self.index)
 
 
 class Search:
-    """Search for the first difference.
+    """A search for the first difference.
 
     Outside shard_maps, each value is whole, so the first value that differs is the answer. Inside
     shard_maps, some values may differ legitimately, such as the terms of a sum, a device's index or
@@ -180,7 +180,7 @@ class Search:
         return causes, unpaired
 
     def _only_left(self, scope: Scope, i: int | None) -> int | None:
-        """Return the first step that only the left program has, and that step `i` depends on.
+        """Return the first step that only the left program has and on which step `i` depends.
 
         Return None if there is no such step.
         """

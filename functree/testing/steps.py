@@ -23,7 +23,7 @@ from functree.tree.jaxprs import AnyJaxpr, inner_programs, is_random, scan_sizes
 T = TypeVar("T")
 
 Number = int
-"""Index of a value in a body."""
+"""The index of a value in a body."""
 
 # Equations that only run another program. Recomputed values are treated as saved, since they are
 # equal.
@@ -46,7 +46,7 @@ _PRINTS = frozenset({"debug_callback", "debug_print"})
 
 
 class Source(NamedTuple):
-    """Line of the user's source code."""
+    """A line of the user's source code."""
 
     file: str
     line: int
@@ -58,7 +58,7 @@ class Source(NamedTuple):
 # Compared by identity, since a step is one operation of one program.
 @dataclass(frozen=True, eq=False)
 class Step:
-    """Operation of a body.
+    """An operation of a body.
 
     Attributes:
         name: the name of JAX's primitive.
@@ -111,7 +111,7 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Body:
-    """Program as a list of operations. Each value in it has a unique number.
+    """A program as a list of operations. Each value in it has a unique number.
 
     Attributes:
         inputs: its inputs.
@@ -127,7 +127,7 @@ class Body:
 
     @cached_property
     def makers(self) -> Mapping[Number, tuple[int, int]]:
-        """Index of the step that makes each value, and the value's index among the results."""
+        """The index of the step that makes each value, and the value's index among the results."""
         return {
             value: (index, result)
             for index, step in enumerate(self.steps)
@@ -136,7 +136,7 @@ class Body:
 
     @cached_property
     def crossing(self) -> frozenset[Number]:
-        """Values that leave their source line, or the body.
+        """The values that leave their source line, or the body.
 
         They are about half of all values, and enough to find the line where something goes wrong.
         """
@@ -153,7 +153,7 @@ class Body:
 
     @cached_property
     def dependent(self) -> frozenset[Number]:
-        """Values that depend on an input, or are random.
+        """The values that depend on an input, or are random.
 
         Other values in a shard_map may depend on the device's index.
         """
@@ -190,7 +190,7 @@ def _open(program: AnyJaxpr) -> Jaxpr:
 
 
 class _Flat:
-    """Collector of the steps of one body."""
+    """A collector of the steps of one body."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []

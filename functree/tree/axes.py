@@ -13,7 +13,7 @@ _A = TypeVar("_A", bound="Axes")
 
 
 class Axes(tuple[str | None, ...]):
-    """Names of a leaf's dimensions, outermost first; `None` for an unnamed dimension.
+    """The names of a leaf's dimensions, outermost first; `None` for an unnamed dimension.
 
     `Axes` is a hashable tuple that JAX treats as a leaf. A tree of `Axes` therefore has the model's
     structure.
@@ -104,7 +104,7 @@ def is_axis_name(name: object) -> TypeGuard[str]:
 
 @dataclass(frozen=True, repr=False)
 class OpenAxes:
-    """Axes of an array of any rank; `...` stands for any number of unnamed dimensions.
+    """The axes of an array of any rank; `...` stands for any number of unnamed dimensions.
 
     Attributes:
         before: the axes before the `...`.
@@ -134,7 +134,7 @@ class OpenAxes:
 
 @dataclass(frozen=True, repr=False)
 class Names:
-    """Axes for the leaves below a module without annotations, built by `ft.names`.
+    """The axes for the leaves below a module without annotations, built by `ft.names`.
 
     The object is immutable and hashable, and compares by value. It holds (pattern, axes) pairs,
     whose patterns match paths below the module. The first pattern that matches a leaf gives the
@@ -228,7 +228,7 @@ def _written(axes: str | Axes) -> Axes | OpenAxes:
 
 
 class BufferMark:
-    """Mark that `ft.Buffer[...]` puts into an annotation."""
+    """The mark that `ft.Buffer[...]` puts into an annotation."""
 
     def __repr__(self) -> str:
         return "Buffer"
@@ -238,7 +238,9 @@ BUFFER = BufferMark()
 _T = TypeVar("_T")
 
 Buffer = Annotated[_T, BUFFER]
-"""Annotation of an array that is not trained. Type checkers treat it as the array's own annotation.
+"""The annotation of an array that is not trained.
+
+Type checkers treat it as the array's own annotation.
 
 Examples:
     >>> class Norm(eqx.Module):

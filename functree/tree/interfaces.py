@@ -15,7 +15,7 @@ from functree.tree.paths import Path
 
 
 class SelfNaming(Protocol):
-    """Module that names its own leaves, for a class whose instances have different axes.
+    """A module that names its own leaves, for a class whose instances have different axes.
 
     Any class may define `__axis_names__`.
 
@@ -40,17 +40,17 @@ def own_names(node: Tree) -> Names | None:
 
 
 Dimensions = int | Sequence[int]
-"""Dimensions of an array, counted from the end: -1 is the last one."""
+"""The dimensions of an array, counted from the end: -1 is the last one."""
 
 Matrices = Mapping[str, tuple[Dimensions, Dimensions] | None]
-"""Mapping from a module's fields, or paths below it, to the dimensions of matrices.
+"""A mapping from a module's fields, or paths below it, to the dimensions of matrices.
 
 Each value holds the dimensions that a product sums over, and the dimensions of the product's
 result. The value is None for an array that is not a matrix."""
 
 
 class HasMatrices(Protocol):
-    """Module that declares which of its arrays are matrices, for `ft.nn.matrix_dimensions`.
+    """A module that declares which of its arrays are matrices, for `ft.nn.matrix_dimensions`.
 
     Any class may define `__matrix_dimensions__`.
 
@@ -76,7 +76,7 @@ def own_matrices(node: Tree) -> Matrices | None:
 
 
 class Stack:
-    """Module that holds several layers of one structure as a single layer.
+    """A module that holds several layers of one structure as a single layer.
 
     Every array below it has leading dimensions for the layers.
     """
@@ -87,7 +87,7 @@ class Stack:
 
 
 class PackedTree:
-    """Node that holds another tree in packed form.
+    """A node that holds another tree in packed form.
 
     Its leaves have the same paths, axes and enclosing modules as in that tree.
     """
@@ -101,13 +101,13 @@ class PackedTree:
 
 
 class HoldsState:
-    """Module whose arrays are state and not parameters."""
+    """A module whose arrays are state and not parameters."""
 
     __slots__ = ()
 
 
 class TrainingState:
-    """Module with a model and the state of its optimizer; the base of `TrainState`.
+    """A module with a model and the state of its optimizer; the base of `TrainState`.
 
     Its fields are `model`, `opt_state`, `tx`, and `wrt`, the filter for the parameters that the
     optimizer updates.
@@ -120,7 +120,7 @@ class TrainingState:
 
 
 class Entry(NamedTuple):
-    """Piece of state, without its value.
+    """A piece of state, without its value.
 
     Attributes:
         path: the path of its `StateRef` in the model.
@@ -134,7 +134,7 @@ class Entry(NamedTuple):
 
 
 class StateMapping(HoldsState, Mapping[Path, AnyArray]):
-    """Mapping from paths in a model to arrays.
+    """A mapping from paths in a model to arrays.
 
     It is one node of a tree, with one child for each path.
     """

@@ -61,7 +61,7 @@ _RANDOM = ("random_", "threefry", "rng_")
 
 
 class Reader(NamedTuple):
-    """Options of `dependencies`.
+    """The options of `dependencies`.
 
     Attributes:
         see: a function that is called with each operation other than loops, branches and calls, and
@@ -200,7 +200,7 @@ def _while(equation: Any, inputs: list[Sources], reader: Reader) -> list[Sources
 
 
 class ScanSizes(NamedTuple):
-    """Numbers of constants and carried values of a `scan`.
+    """The numbers of constants and carried values of a `scan`.
 
     The inputs of a `scan` are its constants, its carried values and its sliced arrays. Its outputs
     are the carried values and the stacked results.

@@ -169,4 +169,4 @@ def mapped(tree: Tree, change: Callable[[Path, Tree], Tree], path: Path = _ROOT)
 
 
 BELOW = object()
-"""Result of a function in `mapped` that keeps a node and changes its children."""
+"""The result of a function in `mapped` that keeps a node and changes its children."""

@@ -25,7 +25,7 @@ Python's garbage collector tracks each `Path`, but not plain tuples of strings.
 
 # Keys have the type `Any`, so that callers can index a path whose keys they know.
 class Path(tuple[Any, ...]):
-    """Keys from a tree's root to a leaf: field names, dict keys, list indices.
+    """The keys from a tree's root to a leaf: field names, dict keys, list indices.
 
     A path is a tuple. Its text joins the keys with dots. A string key that is not an identifier is
     quoted. A dict key that is neither a string nor an integer is written in brackets. Each text
@@ -128,7 +128,7 @@ def part_text(key: Key) -> str:
 # A token is a quoted key, a key in brackets, or a run of other characters up to the next dot. A key
 # in brackets may contain quoted strings and one more level of brackets.
 QUOTED = r'"(?:[^"\\]|\\.)*"'
-"""Regular expression of a quoted key."""
+"""The regular expression of a quoted key."""
 _SINGLE = QUOTED.replace('"', "'")
 _TOKEN = re.compile(rf'{QUOTED}|\[(?:[^\[\]"\']|{QUOTED}|{_SINGLE}|\[[^\]]*\])*\]|[^."\[\]]+')
 

@@ -12,13 +12,14 @@ _ROOT = Path()
 
 
 class PrefixOf(NamedTuple):
-    """Description of the values in a prefix tree, such as layouts.
+    """A description of the values in a prefix tree, such as layouts.
 
     Attributes:
         noun: the plural for messages: `layouts`.
         one: the singular for messages: `layout`.
         is_one: a function that returns whether an object is a single value, not a tree of values.
-        wanted: the predicate in the message about an object that is neither.
+        wanted: the predicate in the message about an object that is neither a single value nor a
+            tree.
         hint: a function that returns the end of the message, given an invalid part of the prefix
             and the subtree at the same path.
     """

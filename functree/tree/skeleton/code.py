@@ -10,7 +10,7 @@ _NUMBERS = itertools.count()
 
 
 class Code:
-    """Body of a generated function, and the values that it uses.
+    """The body of a generated function, and the values that it uses.
 
     Args:
         outer: the code that may include this code. The two never use the same name.

@@ -33,7 +33,7 @@ Children = Iterable[tuple[Any, Tree]]
 
 
 class Kind:
-    """Rules for reading, flattening and building the nodes of one kind."""
+    """The rules for reading, flattening and building the nodes of one kind."""
 
     by_field: bool = False
     """Whether the keys of a node's children are field names, which a class may annotate."""
@@ -69,7 +69,7 @@ class Kind:
 
 
 class ArrayKind(Kind):
-    """Kind of arrays."""
+    """The kind of arrays."""
 
     def take(self, code: "TakeCode", sample: Tree, at: str) -> None:
         # The code does not check for an array: the caller checks all arrays at once, for speed.
@@ -80,7 +80,7 @@ class ArrayKind(Kind):
 
 
 class NoneKind(Kind):
-    """Kind of `None`, which JAX treats as a node without children."""
+    """The kind of `None`, which JAX treats as a node without children."""
 
     def take(self, code: "TakeCode", sample: Tree, at: str) -> None:
         code.refuse_if(f"{at} is not None", f"type({at})")
@@ -90,7 +90,7 @@ class NoneKind(Kind):
 
 
 class StaticKind(Kind):
-    """Kind of leaves that are not arrays."""
+    """The kind of leaves that are not arrays."""
 
     def statics(self, node: Tree) -> Iterable[tuple[Keys, object]]:
         return (((), node),)
@@ -103,7 +103,7 @@ class StaticKind(Kind):
 
 
 class SequenceKind(Kind):
-    """Kind of lists and tuples."""
+    """The kind of lists and tuples."""
 
     def children(self, node: Tree) -> Children:
         return enumerate(node)
@@ -121,7 +121,7 @@ class SequenceKind(Kind):
 
 
 class NamedTupleKind(Kind):
-    """Kind of named tuples that JAX flattens like tuples: the elements are the children."""
+    """The kind of named tuples that JAX flattens like tuples: the elements are the children."""
 
     by_field = True
 
@@ -140,7 +140,7 @@ class NamedTupleKind(Kind):
 
 
 class DictKind(Kind):
-    """Kind of dicts, whose keys JAX sorts."""
+    """The kind of dicts, whose keys JAX sorts."""
 
     def children(self, node: Tree) -> Children:
         return [(key, node[key]) for key in sorted(node)]
@@ -160,7 +160,7 @@ class DictKind(Kind):
 
 
 class RegisteredKind(Kind):
-    """Kind of nodes whose class is registered with JAX, and that have no kind of their own.
+    """The kind of nodes whose class is registered with JAX, and that have no kind of their own.
 
     The generated code calls JAX to flatten one level.
     """
@@ -189,7 +189,7 @@ class RegisteredKind(Kind):
 
 
 class DefaultDictKind(RegisteredKind):
-    """Kind of defaultdicts.
+    """The kind of defaultdicts.
 
     Their children are read like a dict's children. JAX builds the defaultdicts, because only the
     treedef holds the factory of default values.
@@ -200,7 +200,7 @@ class DefaultDictKind(RegisteredKind):
 
 
 class StateKind(RegisteredKind):
-    """Kind of functree's states.
+    """The kind of functree's states.
 
     Each child has the path of its `StateRef` in the model. The path may have several keys.
     """
@@ -211,7 +211,7 @@ class StateKind(RegisteredKind):
 
 
 class EquinoxStateKind(RegisteredKind):
-    """Kind of Equinox's own states.
+    """The kind of Equinox's own states.
 
     Each value has the path of its `StateIndex` in the model.
     """
@@ -250,7 +250,7 @@ def _place_of(marker: object) -> Keys:
 
 
 class PackedKind(RegisteredKind):
-    """Kind of packed trees. Each array keeps the path that it had before packing."""
+    """The kind of packed trees. Each array keeps the path that it had before packing."""
 
     def paths(self, node: Tree) -> Iterator[tuple[Keys, Tree]]:
         return zip(node.static.paths, node.arrays, strict=True)
@@ -270,7 +270,7 @@ class PackedKind(RegisteredKind):
 
 
 class ModuleKind(Kind):
-    """Kind of Equinox modules."""
+    """The kind of Equinox modules."""
 
     by_field = True
 
@@ -424,7 +424,7 @@ _REMEMBERED = 16
 
 
 class Form:
-    """Generated functions for trees with one structure and equal static values.
+    """The generated functions for trees with one structure and equal static values.
 
     A form holds no arrays.
 
@@ -490,8 +490,9 @@ def _remembered(sample: Tree, code: "TakeCode") -> Form:
 
 
 Refusal = tuple[Hashable, ...]
-"""Result of `take` for a tree of a different structure: the number of the check that refused the
-tree, and the value that the check found.
+"""The result of `take` for a tree of a different structure.
+
+It holds the number of the check that refused the tree, and the value that the check found.
 
 All functions check the nodes of a tree in the same order. A function of another form that expects
 the found value can therefore refuse the tree only in a later check.
@@ -503,7 +504,7 @@ _Parts = dict[int, tuple[Tree, Form]]
 
 
 class TakeCode(Code):
-    """Body of a function from a tree to its arrays.
+    """The body of a function from a tree to its arrays.
 
     For a tree of a different structure, the function returns a `Refusal`.
 
@@ -641,7 +642,7 @@ def _keys(dicts: Iterable[str], found: Mapping[str, Iterable[Key]]) -> Hashable:
 
 
 class BuildCode(Code):
-    """Body of a function from arrays to a tree.
+    """The body of a function from arrays to a tree.
 
     Subtrees with forms are built by their forms.
     """

@@ -21,7 +21,7 @@ from functree.tree.skeleton.static_value import StaticValue, equal, is_hashable
 
 
 class Skeleton:
-    """Tree without its arrays: hashable, and equal for trees that differ only in their arrays.
+    """A tree without its arrays: hashable, and equal for trees that differ only in their arrays.
 
     Leaves are compared by type and value, so `1`, `True` and `1.0` are different leaves. Static
     data of nodes is compared with `==`, as in JAX. A skeleton does not detect in-place changes to

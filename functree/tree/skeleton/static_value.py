@@ -16,7 +16,7 @@ PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
 
 
 class StaticValue:
-    """Static leaf, equal to static leaves with the same type and an equal value.
+    """A static leaf, equal to static leaves with the same type and an equal value.
 
     `1`, `True` and `1.0` are therefore different leaves. `0.0` differs from `-0.0`, and `nan`
     equals itself. A value without a hash has the hash of its type.
