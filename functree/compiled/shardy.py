@@ -376,8 +376,8 @@ class _Reader:
     def _origins(self) -> list[dict[str, str]]:
         """Trace each mesh axis of each row back to the nearest given sharding that contains it.
 
-        Shardy visits operations in their order. A sharding reaches the results of later operations
-        in the same sweep, and the operands of earlier ones in the next sweep.
+        Shardy visits operations in program order. A sharding reaches the results of later
+        operations in the same sweep, and the operands of earlier ones in the next sweep.
 
         Shardy can record origins itself, but its recording crashes the process on some programs. It
         reads past the end of a list after some reshapes, and for groups of equal shardings.

@@ -46,7 +46,8 @@ class Lines(NamedTuple):
 
     Attributes:
         source: the innermost line of model code; if there is none, the innermost line.
-        called_from: the innermost line of the user's own code, if `source` is in a package.
+        called_from: the innermost line of the user's own code, if `source` is in an installed
+            package or in functree; None otherwise.
     """
 
     source: str

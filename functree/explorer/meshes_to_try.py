@@ -45,7 +45,7 @@ def trials(meshes: Any, layouts: Mapping[str, LayoutTree], target: Target | None
     """Pair meshes with layouts, in the given order.
 
     Each given mesh is paired with each layout. A mesh made from a number of devices is paired only
-    with the layouts that use all its mesh axes.
+    with the layouts that name all its mesh axes of size above 1.
 
     Raises:
         ShardingError: if an entry of `meshes` is not a mesh.
@@ -85,7 +85,10 @@ _MESHES = 'give dicts of sizes, such as `[{"data": 8, "model": 4}]`, or the tota
 def _factored(
     devices: int, layouts: Mapping[str, LayoutTree]
 ) -> Iterator[tuple[Mapping[str, int], str]]:
-    """Yield all meshes of this many devices, each with the layouts that use all its mesh axes."""
+    """Yield all meshes of this many devices, each with the layouts that fit it.
+
+    A layout fits a mesh if it names all mesh axes whose size is above 1.
+    """
     used = {name: named_mesh_axes(layout) for name, layout in layouts.items()}
     # The compiled function may name a mesh axis that only some layouts use, so each mesh has all of
     # the mesh axes.

@@ -33,7 +33,7 @@ AVOIDABLE = "avoidable"
 # A fix may increase flops and memory by at most these factors.
 _FLOPS, _MEMORY = 1.05, 1.02
 # Removing a constraint comes first, unless another fix moves less than this share of the bytes that
-# the removal leaves.
+# are still moved after the removal.
 _CLEARLY = 0.9
 # The maximum number of compiled edits of one place, and the maximum number of printed fixes.
 _OF_ONE_PLACE = 2

@@ -99,7 +99,7 @@ def _check_named(filters: Sequence[Filter], leaves: Leaves) -> None:
     """
     unmatched: list[Filter] = []
     for item in filters:
-        # If a filter matches nothing, all its patterns and classes are checked. Otherwise only its
+        # If a filter matches nothing, all its patterns and classes are checked. Otherwise, only its
         # negated patterns are.
         nothing = not any(map(item, leaves.leaves))
         for part in naming(item) if nothing else negated_patterns(item):

@@ -209,7 +209,10 @@ def _draws(run: Sampler, program: Program) -> list[Records]:
 
 
 def _distance(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return the distances between numbers. If a number is not finite, its distance is zero."""
+    """Return the distances between numbers.
+
+    The distance is one for different integers, and zero if a number is not finite.
+    """
     if not np.issubdtype(one.dtype, np.inexact):
         return (one != other).astype(np.float64)
     with np.errstate(invalid="ignore"):
