@@ -390,7 +390,7 @@ REFUSED = {
     "abstracted_axes": (
         "jit has no option `abstracted_axes`",
         "a program is compiled for fixed sizes",
-        "jax.export",
+        "ft.export",
     ),
     "donate_argnums": ("jit has no option `donate_argnums`: pass names or positions to `donate=`",),
     "in_sharding": ("jit has no option `in_sharding`; did you mean `in_shardings`?",),
