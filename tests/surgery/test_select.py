@@ -439,7 +439,7 @@ def test_traced_and_abstract_trees() -> None:
 CASES: dict[str, tuple[Callable[[ft.Selection[Any]], Any], tuple[str, ...]]] = {
     "get of several": (
         lambda s: s.under(Norm).get(),
-        ("select: expected 1 part, but found 3", 'layers.1, pair.0, heads."a.b"   Norm', "select more or"),
+        ("select: expected 1 part, but found 3", 'layers.1, pair.0, heads."a.b"   Norm', "select fewer"),
     ),
     "expect": (
         lambda s: s.where("**.bias").expect(3),
