@@ -2,16 +2,19 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
+import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.stages import Lowered
-from jax.tree_util import tree_map
+from jax.tree_util import tree_leaves, tree_map
 
 from functree.compiled.layouts import Layouts, result_name
 from functree.compiled.ledger import Ledger
 from functree.compiled.shardy import CONSTRAINT
 from functree.compiled.verdicts import COMPILER
+from functree.devices.placement import first_mesh
 from functree.devices.specs import entry, mesh_axes, named_axes, of_rank, spec_text, without
 from functree.errors import FunctreeError
 from functree.explorer.variant import Variant
@@ -22,7 +25,7 @@ from functree.layout.state_sharding import with_tables
 from functree.report.table import common_path, pattern_of
 from functree.transforms.jit.jitted import Jit
 from functree.transforms.ledger import LoweredCall
-from functree.tree.arrays import Tree
+from functree.tree.arrays import AnyArray, Tree, abstract, is_array
 from functree.tree.paths import Path
 
 
@@ -215,6 +218,10 @@ class Edits:
         fn = self._call.fn
         if not isinstance(fn, Jit):
             return
+        mesh = first_mesh(self._call.arrays)
+        if mesh is not None:
+            fn = fn.changed(fn.__wrapped__, mesh=mesh)
+        given = self._for_rules(fn)
         tables: dict[AxisRules, None] = {}
         for option in fn.layouts.values():
             for layout in _layouts_in(option):
@@ -226,11 +233,38 @@ class Edits:
                 old = known.get(axis)
                 for new in [None, *sorted(self._used())]:
                     if new != old:
-                        edit = self._of_rule(fn, table, axis, old, new)
+                        edit = self._of_rule(fn, given, table, axis, old, new)
                         yield edit._replace(is_blamed=is_blamed)
 
+    def _for_rules(self, fn: Jit[..., Tree]) -> tuple[Sequence[Tree], Mapping[str, Tree]]:
+        """Return the arguments without the shardings that the function's own rules give them.
+
+        Changed rules lay out these arguments differently. If the rules do not give all arguments
+        except data their shardings, all arguments keep theirs.
+        """
+        given, start = list[Tree](), 0
+        for argument in (*self._args, *self._kwargs.values()):
+            stop = start + sum(map(is_array, tree_leaves(argument)))
+            if not any(start <= i < stop for i in self._data):
+                argument = tree_map(_unplaced, argument)
+            given.append(argument)
+            start = stop
+        number = len(self._args)
+        args, kwargs = given[:number], dict(zip(self._kwargs, given[number:], strict=True))
+        with suppress(FunctreeError):
+            _, arrays = fn.trace(*args, **kwargs).of_arrays()
+            if list(map(_sharding, arrays)) == list(map(_sharding, self._call.arrays)):
+                return args, kwargs
+        return self._args, self._kwargs
+
     def _of_rule(
-        self, fn: Jit[..., Tree], table: AxisRules, axis: str, old: Any, new: str | None
+        self,
+        fn: Jit[..., Tree],
+        given: tuple[Sequence[Tree], Mapping[str, Tree]],
+        table: AxisRules,
+        axis: str,
+        old: Any,
+        new: str | None,
     ) -> Edit:
         def changed(rules: AxisRules) -> AxisRules:
             return with_rule(rules, axis, new) if rules == table else rules
@@ -244,10 +278,11 @@ class Edits:
                 for name, option in fn.layouts.items()
             }
             other = fn.changed(fn.__wrapped__, **options)
-            traced = other.trace(*self._args, **self._kwargs)
+            args, kwargs = given
+            traced = other.trace(*args, **kwargs)
             _, arrays = traced.of_arrays()
             for i in self._data:
-                if arrays[i].sharding != getattr(self._call.arrays[i], "sharding", None):
+                if _sharding(arrays[i]) != _sharding(self._call.arrays[i]):
                     raise FunctreeError("the layout of data must not change")
             return traced.lower().jax
 
@@ -261,6 +296,14 @@ class Edits:
                 for name in leaf.axes or ():
                     if isinstance(name, str):
                         yield name
+
+
+def _unplaced(leaf: Any) -> Any:
+    return abstract(jax.typeof(leaf)) if is_array(leaf) else leaf
+
+
+def _sharding(array: AnyArray) -> Any:
+    return getattr(array, "sharding", None)
 
 
 def _layouts_in(option: LayoutTree) -> Iterator[Any]:

@@ -293,8 +293,11 @@ def missing_axes(what: str, mesh_axes: Sequence[str], mesh: MeshView, remedy: st
     problems: list[Problem] = []
     for axis in mesh_axes:
         if axis not in mesh.sizes:
-            why = f"the mesh {mesh} has no axis `{axis}`{did_you_mean(axis, mesh.sizes)}"
-            problems.append(Problem(None, None, what, why, remedy))
+            near = did_you_mean(axis, mesh.sizes)
+            why = f"the mesh {mesh} has no axis `{axis}`{near}"
+            # The other remedies would leave a misspelled axis unsharded.
+            how = "use an axis that the mesh has" if near else remedy
+            problems.append(Problem(None, None, what, why, how))
     return problems
 
 

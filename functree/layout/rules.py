@@ -264,7 +264,7 @@ def _split(leaf: Leaf, decision: Decision, dim: int, rule: Rule) -> Decision:
 
 def unannotated(leaf: Leaf) -> tuple[str, str]:
     """Return why rules cannot lay out a leaf without names, and the remedy."""
-    why, remedy = "has no axis names", 'annotate the array (`Float[Array, "..."]`)'
+    why, remedy = "has no axis names", 'annotate the array (`Float[Array, "<axes>"]`)'
     if leaf.unread is not None:
         reason, remedy = leaf.unread
         why += f": {reason}"
@@ -272,7 +272,7 @@ def unannotated(leaf: Leaf) -> tuple[str, str]:
     cls = next((cls for cls in reversed(leaf.within) if cls not in (list, tuple, dict)), None)
     names = "`names=`"
     if cls is not None and leaf.path and isinstance(leaf.path[-1], str):
-        names = f'`names={{{cls.__name__}: ft.names({leaf.path[-1]}="...")}}`'
+        names = f'`names={{{cls.__name__}: ft.names({leaf.path[-1]}="<axes>")}}`'
     return (
         f"{why}, and rules shard axes by name",
         f"{remedy}, pass {names} to the rules, lay the array out with a path filter, or pass "

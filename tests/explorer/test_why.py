@@ -432,6 +432,33 @@ def test_tried_are_the_edits_that_give_a_program():
     assert failed and why(step, *given).tried == len(edits) - failed
 
 
+class Up(eqx.Module):
+    w: Float[Array, "embed hidden"]
+
+
+UP = ft.AxisRules({"embed": None, "hidden": "model"})
+UNPLACED, GIVEN = Up(abstract(128, 256)), Up(jnp.ones((128, 256)))
+# What the layout of the model is after `hidden` has no mesh axis: only the rules' own is changed.
+PLACED: dict[str, tuple[Up, Any]] = {
+    "abstract": (UNPLACED, P(None, None)),
+    "abstract, on a mesh": (ft.abstract(lambda: GIVEN, UP, MESH)(), P(None, None)),
+    "on a mesh": (ft.shard(GIVEN, UP, MESH), P(None, None)),
+    "otherwise on a mesh": (ft.shard(GIVEN, P("data"), MESH), P("data", None)),
+}
+
+
+@pytest.mark.parametrize("case", PLACED)
+def test_a_changed_rule_lays_out_what_the_rules_have_laid_out(case: str):
+    up, expected = PLACED[case]
+    step = ft.jit(jax.grad(lambda up, x: jnp.sum((x @ up.w) ** 2)), rules=UP, mesh=MESH)
+    given = up, ft.shard(jnp.ones((64, 128)), P("data"), MESH)
+    one = call(step, *given)
+    edits = Edits(one, given, {}, one.layouts(), one.compiled()[0])
+    [edit] = [e for e in edits if e.change == "change the rule for `hidden` from 'model' to None"]
+    model, _ = jax.tree.leaves(edit.lower().compile().input_shardings)
+    assert model.is_equivalent_to(NamedSharding(MESH, expected), 2)
+
+
 def words(answer: ft.Why) -> str:
     return " ".join(str(answer).split())
 

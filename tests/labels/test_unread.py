@@ -203,11 +203,11 @@ STRUCTURES: dict[str, tuple[Any, Any, list[str]]] = {
     "a TypedDict": (
         Typed | None,
         {"w": W, "b": B},
-        ["w.w", "`Typed` is a TypedDict, whose own annotations are not read", 'use `dict[str, Float[Array, "..."]]`'],
+        ["w.w", "`Typed` is a TypedDict, whose own annotations are not read", 'use `dict[str, Float[Array, "<axes>"]]`'],
     ),
     "a list for an array": (MATRIX, [W], ["w.0", FOR_ARRAY + "list", TREE]),
     "a layer for an array": (MATRIX, LAYER, ["w.weight", FOR_ARRAY + "Linear", "write `Annotated[Linear, ft.names(...)]`"]),
-    "an array for a list": (list[HIDDEN], B, ["w", "is for a container, but the annotated value is an array", 'write `Float[Array, "..."]` instead']),
+    "an array for a list": (list[HIDDEN], B, ["w", "is for a container, but the annotated value is an array", 'write `Float[Array, "<axes>"]` instead']),
     "an array for a class": (Box[HIDDEN], B, ["w", "is for an instance of Box, but the annotated value is an array"]),
     "elements behind those of a tuple": (
         tuple[MATRIX, HIDDEN],

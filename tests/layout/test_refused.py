@@ -175,11 +175,11 @@ REMEDIES = {
     "a name behind FSDP, otherwise": 'add a rule for `embed`, or `"embed": None` to leave `embed` unsharded',
     "a typo behind the ellipsis": 'use the same name, `hidden` or `hiden`, in the rule and in the axes, or add the rule `"hidden": None` if the two names mean different axes',
     "no names": (
-        'annotate the array (`Float[Array, "..."]`), pass `names=` to the rules, lay the array out with a path filter, '
+        'annotate the array (`Float[Array, "<axes>"]`), pass `names=` to the rules, lay the array out with a path filter, '
         "or pass `unnamed=P()` to the rules to leave it unsharded"
     ),
     "no names in a class": (
-        'annotate the array (`Float[Array, "..."]`), pass `names={Position: ft.names(weight="...")}` to the rules, lay '
+        'annotate the array (`Float[Array, "<axes>"]`), pass `names={Position: ft.names(weight="<axes>")}` to the rules, lay '
         "the array out with a path filter, or pass `unnamed=P()` to the rules to leave it unsharded"
     ),
     "names for another field": "name a leaf of Linear: `weight`, `bias`",

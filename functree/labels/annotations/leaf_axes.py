@@ -238,7 +238,7 @@ def other_structure(hint: Hint, node: Tree) -> Unread | None:
     if hint.typed_dict:
         return (
             f"its annotation `{hint.text}` is a TypedDict, whose own annotations are not read",
-            'use `dict[str, Float[Array, "..."]]`, a named tuple or a module instead',
+            'use `dict[str, Float[Array, "<axes>"]]`, a named tuple or a module instead',
         )
     if not hint.is_about_arrays:
         return None
@@ -251,9 +251,9 @@ def other_structure(hint: Hint, node: Tree) -> Unread | None:
     have = "is an array" if is_array(node) else f"has type {type(node).__name__}"
     why = f"its annotation `{hint.text}` is for {_meant(hint)}, but the annotated value {have}"
     if is_array(node):
-        return why, 'write `Float[Array, "..."]` instead'
+        return why, 'write `Float[Array, "<axes>"]` instead'
     if isinstance(node, list | tuple | dict):
-        inner = hint.text if hint.forms else 'Float[Array, "..."]'
+        inner = hint.text if hint.forms else 'Float[Array, "<axes>"]'
         return why, f"write `PyTree[{inner}]`, which allows any structure"
     return why, f"write `Annotated[{type(node).__name__}, ft.names(...)]`"
 
