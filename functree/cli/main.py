@@ -1,7 +1,7 @@
 """Inspect a model's layout before you run the model. No program runs, and no
 array is allocated.
 
-  plan      show how each array is sharded, why, and its bytes per device.
+  plan      show how and why each array is sharded, and its bytes per device.
   ledger    show what a compiled program moves, and the memory it needs.
   explore   compile for several meshes and layouts, and rank them.
   why       explain why a compiled program moves arrays, and find edits.

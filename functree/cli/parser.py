@@ -123,7 +123,7 @@ def _checked(main: Parser, commands: Mapping[str, Parser], arguments: Sequence[s
 def _add_options(command: Parser, name: str) -> None:
     add, again = command.add_argument, ""
     mesh, layout = "the sizes of the mesh axes", "the layout"
-    target = "compile for devices that you don't have: tpu:v5e:4x8, cuda:h100:8"
+    target = "compile for devices that you don't have, such as tpu:v5e:4x8 or cuda:h100:8"
     example = "demo:train"
     if name in ("ledger", "why"):
         layout += " of the arguments; by default, the function's own layouts"
@@ -133,7 +133,7 @@ def _add_options(command: Parser, name: str) -> None:
         layout = "a layout, or a dict of layouts"
     else:
         example, mesh = "demo:state", f"{mesh} (required)"
-        target = "check that the mesh has as many devices as this target: tpu:v5e:4x8"
+        target = "check that the mesh has as many devices as this target, such as tpu:v5e:4x8"
     add("factory", metavar="MODULE:FACTORY", help=f"such as {example}")
     add("--mesh", metavar="data=8,model=4", action="append", help=f"{mesh}{again}")
     add("--layout", metavar="MODULE:NAME", action="append", help=f"{layout}{again}")

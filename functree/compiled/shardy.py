@@ -138,7 +138,7 @@ def laid_out(
 
 
 def moved_bytes(lowered: Lowered) -> int:
-    """Estimate the bytes that a program will move to each device, before it is compiled.
+    """Estimate, before compilation, the bytes that a program will move to each device.
 
     Raises:
         FunctreeError: if the installed jaxlib lacks the Shardy passes.

@@ -335,7 +335,7 @@ class ParameterUses:
         return self._only_parameters(self._flow.origins(value, self._is_moved))
 
     def _only_parameters(self, origins: frozenset[HloValue]) -> frozenset[int]:
-        """Return the parameters among these values; empty if any value was computed."""
+        """Return the parameters among these values, or an empty set if any value was computed."""
         parameters: set[int] = set()
         for origin in origins:
             instruction = origin.instruction

@@ -214,7 +214,7 @@ class _Exploration:
         sent, unknown = wire_bytes(ledger)
         notes = list(flops.not_understood)
         if unknown:
-            notes.append(f"{bytes_text(unknown)} are moved over unknown mesh axes")
+            notes.append(f"{bytes_text(unknown)} is moved over unknown mesh axes")
         compute = flops.total / (self.hardware.flops * self.hardware.efficiency)
         wire = sum(size / self._bandwidth(axes, mesh) for axes, size in sent.items())
         problems: tuple[Problem, ...] = ()

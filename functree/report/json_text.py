@@ -85,7 +85,7 @@ def json_of(kind: str, value: Any) -> str:
     """Write a named tuple or dataclass as JSON: an object with its fields.
 
     Args:
-        kind: the kind of value: `plan`, `ledger`.
+        kind: the kind of value, such as `plan` or `ledger`.
         value: the value.
     """
     return json.dumps({"functree": kind, "format": FORMAT, **written(value)}, indent=1)
@@ -122,7 +122,7 @@ def read_json(text: str, kind: str, cls: type[T]) -> T:
 
     Args:
         text: the JSON.
-        kind: the kind of value: `plan`, `ledger`.
+        kind: the kind of value, such as `plan` or `ledger`.
         cls: a named tuple or a dataclass. The types of its fields define the expected JSON.
 
     Raises:

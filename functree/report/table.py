@@ -74,7 +74,7 @@ def numbered(number: int, text: str) -> list[str]:
 
 
 def lines_text(lines: Iterable[str]) -> str:
-    """Join lines without trailing spaces."""
+    """Join lines, and remove their trailing spaces."""
     return "\n".join(map(str.rstrip, lines))
 
 

@@ -265,7 +265,7 @@ def _step(
 
 
 def _runner(eqn: JaxprEqn, around: Jaxpr) -> Callable[..., Sequence[Any]]:
-    """Build the function of a single equation, from arrays to arrays.
+    """Build a function that evaluates a single equation on arrays.
 
     The equation becomes a separate program. The program runs in the context in which the equation
     was traced, including its mesh.

@@ -1,4 +1,4 @@
-"""Base classes mark the modules that walks over a tree treat specially.
+"""Base classes mark the modules that tree traversals treat specially.
 
 Users may implement the protocols `SelfNaming` and `HasMatrices`. The other classes are bases of
 functree's own `Stacked`, `Packed`, `StateRef`, `State` and `TrainState`, which are defined in

@@ -169,4 +169,4 @@ def mapped(tree: Tree, change: Callable[[Path, Tree], Tree], path: Path = _ROOT)
 
 
 BELOW = object()
-"""The result of a function in `mapped` that keeps a node and changes its children."""
+"""The value that a function passed to `mapped` returns to keep a node and change its children."""

@@ -336,8 +336,8 @@ class Hint:
     def tried(self) -> "Hint":
         """Resolve the hint as far as possible.
 
-        If a name cannot be resolved, parts whose names may stay unresolved are dropped. If another
-        name still cannot be resolved, the hint is returned unchanged.
+        If a name that may stay unresolved cannot be resolved, its part of the hint is dropped. If
+        another name cannot be resolved, the hint is returned unchanged.
         """
         try:
             return self.settled

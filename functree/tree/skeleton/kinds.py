@@ -588,7 +588,8 @@ class TakeCode(Code):
         Args:
             value: the expected value.
             at: the expression of the value.
-            differs: the expression of the comparison, with `{known}` and `{found}` for both values.
+            differs: the expression of the comparison, in which `{known}` and `{found}` stand for
+                the expected and the actual value.
         """
         known, found = self.value(value), self.assign(at)
         # Most static values are the same object in every tree, and `is` needs no call.
