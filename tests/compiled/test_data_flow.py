@@ -134,6 +134,25 @@ def test_a_computation_that_is_called_twice_runs_twice() -> None:
     assert runs(DataFlow(Hlo(TWICE))) == {"main": 1, "layer": 2}
 
 
+NESTED = """HloModule jit_f
+
+ENTRY %main (a: f32[4], b: f32[8]) -> f32[8] {
+  %a = f32[4]{0} parameter(0)
+  %b = f32[8]{0} parameter(1)
+  %inner = (f32[4]{0}, f32[8]{0}) tuple(%a, %b)
+  %outer = (f32[4]{0}, (f32[4]{0}, f32[8]{0})) tuple(%a, %inner)
+  %pair = (f32[4]{0}, f32[8]{0}) get-tuple-element(%outer), index=1
+  ROOT %found = f32[8]{0} get-tuple-element(%pair), index=1
+}
+"""
+
+
+def test_a_part_of_a_part_of_a_tuple_has_its_source() -> None:
+    hlo = Hlo(NESTED)
+    found, b = HloValue(hlo.instructions["found"]), HloValue(hlo.instructions["b"])
+    assert DataFlow(hlo).source(found) == b
+
+
 X = jax.ShapeDtypeStruct((8,), "float32")
 
 
