@@ -272,5 +272,5 @@ def test_messages() -> None:
         small(attention=own_attention)(x, jnp.arange(8), in_order=False)
     rules = ft.AxisRules({"seq": "context", ...: None})
     with jax.set_mesh(ft.make_mesh(context=8)), ft.axis_rules(rules):
-        with raises('context="heads"', "8 parts", "query heads on a device (4)", '"gather"'):
+        with raises('context="heads"', "query heads on a device (4)", "8 parts", '"gather"'):
             jax.eval_shape(small(context="heads"), x)
