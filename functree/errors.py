@@ -183,7 +183,7 @@ class CheckpointError(FunctreeError):
         >>> ft.restore(folder, {})
         Traceback (most recent call last):
             ...
-        functree.errors.CheckpointFileError: ... is not a checkpoint: it has no
+        functree.errors.CheckpointFileError: ... is not a checkpoint: it contains no
         functree.json
         >>> ft.save(folder / "w", {"w": jnp.ones(3)})
         >>> ft.restore(folder / "w", {"v": jnp.ones(3)})
