@@ -1,6 +1,7 @@
 """`Edits` proposes changes to a function's layouts and constraints, each with a changed program."""
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from functree.compiled.shardy import CONSTRAINT
 from functree.compiled.verdicts import COMPILER
 from functree.devices.placement import first_mesh
 from functree.devices.specs import entry, mesh_axes, named_axes, of_rank, spec_text, without
-from functree.errors import FunctreeError
+from functree.errors import FunctreeError, FunctreeWarning
 from functree.explorer.variant import Variant
 from functree.labels.leaves import read
 from functree.layout.layout import LayoutTree, as_layout, is_layout, walk
@@ -251,7 +252,9 @@ class Edits:
             start = stop
         number = len(self._args)
         args, kwargs = given[:number], dict(zip(self._kwargs, given[number:], strict=True))
-        with suppress(FunctreeError):
+        with suppress(FunctreeError, FunctreeWarning), warnings.catch_warnings():
+            # Rules do not give arrays without names their shardings, but warn about them.
+            warnings.simplefilter("error", FunctreeWarning)
             _, arrays = fn.trace(*args, **kwargs).of_arrays()
             if list(map(_sharding, arrays)) == list(map(_sharding, self._call.arrays)):
                 return args, kwargs

@@ -459,6 +459,12 @@ def test_a_changed_rule_lays_out_what_the_rules_have_laid_out(case: str):
     assert model.is_equivalent_to(NamedSharding(MESH, expected), 2)
 
 
+def test_of_placed_arrays_without_names_nothing_is_warned():
+    step = ft.jit(jax.grad(lambda m, x: jnp.sum((x @ m["w"]) ** 2)), rules=UP, mesh=MESH)
+    given = ft.shard({"w": GIVEN.w}, P(), MESH), ft.shard(jnp.ones((64, 128)), P("data"), MESH)
+    assert why(step, *given).tried > 0  # a warning would be an error
+
+
 def words(answer: ft.Why) -> str:
     return " ".join(str(answer).split())
 

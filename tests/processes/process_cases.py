@@ -649,7 +649,12 @@ def loaded_by_names() -> Any:
     return [max(read), *numbers(loaded)]
 
 
-@differing("the processes read different weights", "b", "different values, as in process {odd}", "same files")
+@differing(
+    "the processes read different weights",
+    "b",
+    "different values, as in process {odd}",
+    "same files",
+)
 def other_tensors() -> Any:
     file = tensor_files("copies_of_tensors", np.s_[-1:])
     return ft.load_tensors(file, TENSORS, TENSOR_NAMES, ft.P(), MESH)
