@@ -145,6 +145,16 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "another rotation": (
         "llama", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, '"rope_type": "yarn"'
     ),
+    "factors that are equal": (
+        "llama3_rope",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 4.0,
+                "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
+            }
+        },
+        '"rope_parameters": {"rope_type": "llama3"',
+    ),
     "a factor too many": (
         "llama3_rope",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "factor": 2.0}},
