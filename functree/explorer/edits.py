@@ -15,7 +15,7 @@ from functree.compiled.layouts import Layouts, result_name
 from functree.compiled.ledger import Ledger
 from functree.compiled.shardy import CONSTRAINT
 from functree.compiled.verdicts import COMPILER
-from functree.devices.placement import first_mesh
+from functree.devices.placement import first_mesh, is_sharded_as
 from functree.devices.specs import entry, mesh_axes, named_axes, of_rank, spec_text, without
 from functree.errors import FunctreeError, FunctreeWarning
 from functree.explorer.variant import Variant
@@ -26,7 +26,7 @@ from functree.layout.state_sharding import with_tables
 from functree.report.table import common_path, pattern_of
 from functree.transforms.jit.jitted import Jit
 from functree.transforms.ledger import LoweredCall
-from functree.tree.arrays import AnyArray, Tree, abstract, is_array
+from functree.tree.arrays import Tree, abstract, is_array
 from functree.tree.paths import Path
 
 
@@ -256,7 +256,7 @@ class Edits:
             # Rules do not give arrays without names their shardings, but warn about them.
             warnings.simplefilter("error", FunctreeWarning)
             _, arrays = fn.trace(*args, **kwargs).of_arrays()
-            if list(map(_sharding, arrays)) == list(map(_sharding, self._call.arrays)):
+            if all(map(_lies_as, arrays, self._call.arrays)):
                 return args, kwargs
         return self._args, self._kwargs
 
@@ -285,7 +285,7 @@ class Edits:
             traced = other.trace(*args, **kwargs)
             _, arrays = traced.of_arrays()
             for i in self._data:
-                if _sharding(arrays[i]) != _sharding(self._call.arrays[i]):
+                if not _lies_as(arrays[i], self._call.arrays[i]):
                     raise FunctreeError("the layout of data must not change")
             return traced.lower().jax
 
@@ -305,8 +305,11 @@ def _unplaced(leaf: Any) -> Any:
     return abstract(jax.typeof(leaf)) if is_array(leaf) else leaf
 
 
-def _sharding(array: AnyArray) -> Any:
-    return getattr(array, "sharding", None)
+def _lies_as(array: Any, other: Any) -> bool:
+    here, there = getattr(array, "sharding", None), getattr(other, "sharding", None)
+    if here is None or there is None:
+        return here is there
+    return is_sharded_as(array, there)
 
 
 def _layouts_in(option: LayoutTree) -> Iterator[Any]:

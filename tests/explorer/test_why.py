@@ -436,13 +436,17 @@ class Up(eqx.Module):
     w: Float[Array, "embed hidden"]
 
 
-UP = ft.AxisRules({"embed": None, "hidden": "model"})
+UP = ft.AxisRules({"embed": "model", "hidden": None})
 UNPLACED, GIVEN = Up(abstract(128, 256)), Up(jnp.ones((128, 256)))
-# What the layout of the model is after `hidden` has no mesh axis: only the rules' own is changed.
+# What the layout of the model is after `embed` has no mesh axis: only the rules' own is changed.
 PLACED: dict[str, tuple[Up, Any]] = {
     "abstract": (UNPLACED, P(None, None)),
     "abstract, on a mesh": (ft.abstract(lambda: GIVEN, UP, MESH)(), P(None, None)),
     "on a mesh": (ft.shard(GIVEN, UP, MESH), P(None, None)),
+    "with a shorter spec": (
+        jax.device_put(GIVEN, NamedSharding(MESH, PartitionSpec("model"))),
+        P(None, None),
+    ),
     "otherwise on a mesh": (ft.shard(GIVEN, P("data"), MESH), P("data", None)),
 }
 
@@ -454,7 +458,7 @@ def test_a_changed_rule_lays_out_what_the_rules_have_laid_out(case: str):
     given = up, ft.shard(jnp.ones((64, 128)), P("data"), MESH)
     one = call(step, *given)
     edits = Edits(one, given, {}, one.layouts(), one.compiled()[0])
-    [edit] = [e for e in edits if e.change == "change the rule for `hidden` from 'model' to None"]
+    [edit] = [e for e in edits if e.change == "change the rule for `embed` from 'model' to None"]
     model, _ = jax.tree.leaves(edit.lower().compile().input_shardings)
     assert model.is_equivalent_to(NamedSharding(MESH, expected), 2)
 

@@ -170,6 +170,7 @@ REMEDIES = {
     "unconstrained": "write a mesh axis or `None`",
     "unreduced": "write a spec without `unreduced` and `reduced`",
     "no mesh axis": "write names of mesh axes, or `None`",
+    "mesh axes of rules": "use an axis that the mesh has",
     "no spec": "return `P(...)` for every leaf, or `P()` to replicate it",
     "a name without a rule": 'use the same name, `hidden` or `hiden`, in the rule and in the axes, or add `"hidden": None` to leave `hidden` unsharded',
     "a name behind FSDP, otherwise": 'add a rule for `embed`, or `"embed": None` to leave `embed` unsharded',
