@@ -40,7 +40,6 @@ from functree.labels.annotations.hints import NOTHING, Hint, field_hints
 from functree.labels.annotations.leaf_axes import (
     Memory,
     Unread,
-    hints_by_identity,
     leaf_axes,
     other_structure,
     state_axes,
@@ -353,7 +352,6 @@ class _Walk:
             # A class with annotations describes its own leaves.
             unread = None if fields else context.unread
             inside = _in_module(node, inside, opened, unread)
-        attributes: dict[int, Hint] | None = None
         for key, child in kind.children(node):
             by_field = kind.by_field or type(key) is GetAttrKey
             name = key if kind.by_field else plain_key(key)
@@ -363,12 +361,7 @@ class _Walk:
             else:
                 below = hint.child(None)
                 if fields:
-                    # The class is registered without keys, so use the annotation of the attribute
-                    # that holds the child.
-                    attributes = attributes or hints_by_identity(node, fields)
-                    below = attributes.get(id(child), below)
-                    if below is NOTHING:
-                        within = inside._replace(unread=without_keys(cls))
+                    within = inside._replace(unread=without_keys(cls))
             # `PyTree[X]` annotates all fields that the class does not annotate.
             if hint.below is not None and by_field and below.tried() is NOTHING:
                 below = hint.child(None)

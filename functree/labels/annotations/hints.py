@@ -264,7 +264,6 @@ class Hint:
         names: the `ft.names` in the annotation's `Annotated`.
         buffer: whether the annotation is an `ft.Buffer`.
         references: the parts that are not resolved yet.
-        typed_dict: whether the annotation is a `TypedDict`, whose own annotations are not read.
     """
 
     text: str = ""
@@ -276,7 +275,6 @@ class Hint:
     names: Names | None = None
     buffer: bool = False
     references: tuple[Reference, ...] = ()
-    typed_dict: bool = False
 
     def child(self, index: int | None) -> "Hint":
         """Return the hint of an element of a container.
@@ -325,7 +323,7 @@ class Hint:
     @property
     def _is_empty(self) -> bool:
         """Whether the hint has no parts except unresolved ones."""
-        return not (self.is_about_arrays or self.names or self.buffer or self.typed_dict)
+        return not (self.is_about_arrays or self.names or self.buffer)
 
     @cached_property
     def settled(self) -> "Hint":
@@ -393,7 +391,6 @@ def merge(hints: Iterable[Hint]) -> Hint:
         names=next(iter(each("names")), None),
         buffer=any(each("buffer")),
         references=tuple(chain(*each("references"))),
-        typed_dict=any(each("typed_dict")),
     )
 
 
@@ -434,8 +431,6 @@ def parse(hint: Any, namespace: Namespace) -> Hint:
     if isinstance(hint, type) and issubclass(hint, jaxtyping.PyTree):
         leaf = parse(getattr(hint, "leaftype", Any), namespace)
         return NOTHING if leaf is NOTHING else replace(leaf, below=leaf)
-    if typing.is_typeddict(hint):
-        return Hint(text=hint.__name__, typed_dict=True)
     return _parametrized(hint, origin, args, namespace)
 
 

@@ -3,14 +3,13 @@
 An array and its annotation ─► its axes, or the reason why they cannot be determined.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from functree.errors import USERS_ERRORS, Problem, count
+from functree.errors import Problem, count
 from functree.labels.annotations.hints import (
-    NOTHING,
     UNREADABLE,
     ArrayForm,
     Hint,
@@ -233,39 +232,15 @@ def other_structure(hint: Hint, node: Tree) -> Unread | None:
     Returns:
         The reason and the remedy, or None if the annotation applies or is not about arrays.
     """
-    if hint.references or _is_about(hint, node):
+    if hint.references or not hint.is_about_arrays or _is_about(hint, node):
         return None
-    if hint.typed_dict:
-        return (
-            f"its annotation `{hint.text}` is a TypedDict, whose own annotations are not read",
-            'use `dict[str, Float[Array, "<axes>"]]`, a named tuple or a module instead',
-        )
-    if not hint.is_about_arrays:
-        return None
-    if hint.elements and isinstance(node, list | tuple | dict):
-        return (
-            f"its annotation `{hint.text}` is for {count(len(hint.elements), 'element')}, but "
-            f"the value has {len(node)}",
-            "annotate each element, or all of them with `tuple[X, ...]`",
-        )
     have = "is an array" if is_array(node) else f"has type {type(node).__name__}"
-    why = f"its annotation `{hint.text}` is for {_meant(hint)}, but the annotated value {have}"
-    if is_array(node):
-        return why, 'write `Float[Array, "<axes>"]` instead'
-    if isinstance(node, list | tuple | dict):
-        inner = hint.text if hint.forms else 'Float[Array, "<axes>"]'
-        return why, f"write `PyTree[{inner}]`, which allows any structure"
-    return why, f"write `Annotated[{type(node).__name__}, ft.names(...)]`"
-
-
-def _meant(hint: Hint) -> str:
-    """Describe the kind of value that an annotation expects."""
-    if hint.forms:
-        return "an array"
-    if hint.generics:
-        origin, _ = hint.generics[0]
-        return f"an instance of {origin.__name__}"
-    return "a container"
+    return (
+        f"its annotation `{hint.text}` does not fit the structure of the annotated value, which "
+        f"{have}",
+        'write `Float[Array, "<axes>"]` for an array, `PyTree[Float[Array, "<axes>"]]` for a '
+        "container of any structure, and `Annotated[cls, ft.names(...)]` for a module",
+    )
 
 
 def _is_about(hint: Hint, node: Tree) -> bool:
@@ -288,21 +263,3 @@ def without_keys(cls: type) -> Unread:
         "register it with keys (`jax.tree_util.register_pytree_with_keys_class`, with a "
         "`GetAttrKey` for each field)",
     )
-
-
-def hints_by_identity(node: Tree, fields: Mapping[str, Hint]) -> dict[int, Hint]:
-    """Return the hints of a node's attributes, by the `id` of their values.
-
-    An object that is the value of several fields has no hint if their annotations differ.
-    """
-    by_id: dict[int, Hint] = {}
-    for name, hint in fields.items():
-        try:
-            value = getattr(node, name, None)
-        except USERS_ERRORS:
-            continue  # a user's property, which may need more than the arrays
-        other = by_id.setdefault(id(value), hint)
-        # Hints compare by identity, so the contents of equal annotations' hints are compared here.
-        if (other.text, other.forms) != (hint.text, hint.forms):
-            by_id[id(value)] = NOTHING
-    return by_id
