@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from jax.sharding import PartitionSpec
 
 from functree.errors import Problem
+from functree.labels.annotations.hints import ArrayForm
 from functree.tree.arrays import array_text, unheld
 from functree.tree.axes import Axes
 from functree.tree.paths import Key, Path
@@ -64,6 +65,7 @@ class Leaf(NamedTuple):
             otherwise an empty string. The tuple is empty if all dimensions are named.
         spec: the `PartitionSpec` in its annotation, or None.
         misfit: the problem if its axes cannot be determined, or None.
+        forms: the alternatives of its annotation that fit its rank.
         within: the classes of the nodes above it, outermost first.
         seen: the path that filters match. For a layout's filters, it begins at the root of the tree
             that the layout is for; in a training state, at the root of the model. It is None if
@@ -84,6 +86,7 @@ class Leaf(NamedTuple):
     unnamed: tuple[str, ...] = ()
     spec: PartitionSpec | None = None
     misfit: Problem | None = None
+    forms: tuple[ArrayForm, ...] = ()
     within: tuple[type, ...] = ()
     seen: Path | None = None
     roots: tuple[Root, ...] = ()

@@ -32,7 +32,6 @@ from functree.labels.annotations.given_names import (
     equinox_names,
     given_at,
     given_axes,
-    given_by,
     invalid_names,
     unmatched,
 )
@@ -98,12 +97,17 @@ class Leaves:
         return [leaf.path for leaf in self.leaves]
 
 
-def read(tree: Tree, names: Mapping[type, Names] | None = None) -> Leaves:
+def read(
+    tree: Tree,
+    names: Mapping[type, Names] | None = None,
+    hints: Mapping[Path, Hint] | None = None,
+) -> Leaves:
     """Read the path, the axes and the surrounding modules of each array of a tree.
 
     Args:
         tree: JAX arrays, NumPy arrays or `jax.ShapeDtypeStruct`s, in modules and containers.
         names: axes for the leaves of classes without annotations: `{cls: ft.names(...)}`.
+        hints: annotations of some parts of the tree, by path.
 
     Raises:
         FunctreeError: if the tree contains itself.
@@ -112,7 +116,7 @@ def read(tree: Tree, names: Mapping[type, Names] | None = None) -> Leaves:
         FunctreeError: if JAX does not support a NumPy array of numbers. The error lists all such
             arrays.
     """
-    walk = _Walk({**OWN_STATE, **(names or {})})
+    walk = _Walk({**OWN_STATE, **(names or {})}, hints or {})
     try:
         walk.visit(tree, (), NOTHING, Context())
     except RecursionError:
@@ -238,8 +242,9 @@ def _in_module(
 class _Walk:
     """One walk over a tree. It looks up the properties of each class only once."""
 
-    def __init__(self, names: Mapping[type, Names]):
+    def __init__(self, names: Mapping[type, Names], hints: Mapping[Path, Hint]):
         self.names = names
+        self.hints: Mapping[Keys, Hint] = hints
         self.leaves: list[Leaf] = []
         self.problems: list[Problem] = []
         self.unheld: list[Problem] = []  # arrays that JAX does not support
@@ -262,6 +267,8 @@ class _Walk:
             context: the facts about all leaves below it.
         """
         kind = self.kinds.get(type(node)) or self._kind(node)
+        if self.hints:
+            hint = self.hints.get(path, hint)
         if hint is not NOTHING:
             hint, context = self._annotated(node, kind, path, hint, context)
         if kind is ARRAY:
@@ -408,32 +415,6 @@ def _sorted_keys(node: Mapping[Any, Any], path: Keys) -> Iterable[Any]:
             Path(path), None, "dict", why, "use keys of one type, or an `OrderedDict`"
         )
         raise FunctreeTypeError("a dict cannot be flattened", [problem]) from error
-
-
-def name_by_hints(leaves: Leaves, hints: Mapping[Path, Hint]) -> Leaves:
-    """Name leaves as if some parts of the tree were annotated.
-
-    Args:
-        leaves: the leaves of a tree.
-        hints: the annotations of parts of the tree, by path.
-    """
-    if not hints:
-        return leaves
-    named: list[Leaf] = []
-    for leaf in leaves.leaves:
-        for path, hint in hints.items():
-            if leaf.path[: len(path)] == path:
-                leaf = _named(leaf, hint, Path(leaf.path[len(path) :]))
-        named.append(leaf)
-    return replace(leaves, leaves=tuple(named))
-
-
-def _named(leaf: Leaf, hint: Hint, below: Path) -> Leaf:
-    """Name a leaf using the annotation of a part of the tree, at a path below that part."""
-    axes = leaf_axes({}, leaf.value, leaf.path, hint.at(below), given_by(hint, below), ())
-    if not axes.annotated:
-        return leaf
-    return leaf._replace(**axes._asdict())
 
 
 AxesTree = str | Axes | Mapping[Any, Any] | list[Any] | tuple[Any, ...] | None

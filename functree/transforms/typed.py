@@ -18,15 +18,11 @@ from functree.calls.signature import AnyFunction, Record, Signature, inspected, 
 from functree.devices.meshes import MeshView
 from functree.devices.specs import of_rank, spec_text, typed_spec, without
 from functree.errors import AxesError, FunctreeTypeError, Problem, ShardingError, count
-from functree.labels.annotations.given_names import given_by
 from functree.labels.annotations.hints import (
     UNREADABLE,
     ArrayForm,
     Dim,
-    Hint,
     dtype_fits,
-    field_hints,
-    form_of_axes,
 )
 from functree.labels.leaf import Leaf, is_in_module
 from functree.labels.leaves import Leaves, read
@@ -112,8 +108,8 @@ def typed(
         leaves = read(record)
         sizes = check_sizes(signature.name, record, leaves.leaves, known)
         if constrain:
-            return _constrain_annotated(record, leaves), sizes
-        _check_types(signature.name, record, leaves)
+            return _constrain_annotated(leaves), sizes
+        _check_types(signature.name, leaves)
         return record, sizes
 
     def unchecked(*args: Any, **kwargs: Any) -> Tree:
@@ -176,12 +172,12 @@ def _needed(fun: AnyFunction) -> set[str]:
 _SIZES: "ContextVar[Sizes | None]" = ContextVar("sizes of the call being checked", default=None)
 
 
-def _constrain_annotated(record: Record, leaves: Leaves) -> Tree:
+def _constrain_annotated(leaves: Leaves) -> Tree:
     """Constrain the annotated arrays of a call or a result.
 
     A spec in an annotation overrides the axes.
     """
-    paths = {leaf.path for leaf, _ in _annotated(record, leaves.leaves)}
+    paths = {leaf.path for leaf, _ in _annotated(leaves.leaves)}
     values: list[Tree] = []
     for leaf in leaves.leaves:
         value = leaf.value
@@ -191,7 +187,7 @@ def _constrain_annotated(record: Record, leaves: Leaves) -> Tree:
     return leaves.skeleton.fill(values)
 
 
-def _check_types(name: str, record: Record, leaves: Leaves) -> None:
+def _check_types(name: str, leaves: Leaves) -> None:
     """Raise ShardingError if the types of annotated arrays contradict the ambient rules.
 
     Only types on Explicit axes have shardings.
@@ -200,7 +196,7 @@ def _check_types(name: str, record: Record, leaves: Leaves) -> None:
     if rules is None or rules.rules is None:
         return
     problems: list[Problem] = []
-    for leaf, _ in _annotated(record, leaves.leaves):
+    for leaf, _ in _annotated(leaves.leaves):
         why = _other_spec(leaf, rules)
         if why is not None:
             remedy = "apply `ft.constrain`, or pass `constrain=True` to `ft.typed`"
@@ -276,7 +272,7 @@ def check_sizes(
     sizes = {**_sizes_of_fields(leaves), **(known or {})}
     problems: list[Problem] = []
     spans: list[tuple[Leaf, ArrayForm, Dim, tuple[int, ...]]] = []
-    for leaf, form in _annotated(record, leaves):
+    for leaf, form in _annotated(leaves):
         if leaf.misfit is not None:
             # The misfit's own remedy is for models: it explains how to hold a stack of layers.
             remedy = "pass an array with these dimensions, or change the annotation"
@@ -303,37 +299,22 @@ def check_sizes(
     return sizes
 
 
-def _annotated(record: Record, leaves: Sequence[Leaf]) -> Iterator[tuple[Leaf, ArrayForm]]:
+def _annotated(leaves: Sequence[Leaf]) -> Iterator[tuple[Leaf, ArrayForm]]:
     """Yield the arrays that the function itself annotates, each with its fitting alternative.
 
     An alternative that fits by rank and dtype takes precedence over an alternative that fits only
     by rank.
     """
-    hints = field_hints(type(record))
     for leaf in leaves:
-        hint = hints.get(leaf.path[0])
-        if hint is None or is_in_module(leaf):  # a module's own annotations name its axes
+        if is_in_module(leaf):  # a module's own annotations name its axes
             continue
         if leaf.misfit is not None:
             yield leaf, ArrayForm(())  # no alternative fits
             continue
-        forms = _forms(hint, Path(leaf.path[1:]))
-        fitting = [form for form in forms if form.fits(len(leaf.shape))]
+        fitting = [form for form in leaf.forms if form.fits(len(leaf.shape))]
         of_dtype = [form for form in fitting if dtype_fits(form.dtype, leaf.value.dtype)]
         if fitting:
             yield leaf, (of_dtype or fitting)[0]
-
-
-def _forms(hint: Hint, below: Path) -> list[ArrayForm]:
-    """Return an annotation's alternatives for an array at a path below a parameter.
-
-    Axes from `ft.names` replace the axes of the annotation, but not its dtypes.
-    """
-    forms, given = list(hint.at(below).forms), given_by(hint, below)
-    if given is None:
-        return forms
-    dtypes = [form.dtype for form in forms] or [None]
-    return [form_of_axes(given)._replace(dtype=dtype) for dtype in dtypes]
 
 
 def _spans(form: ArrayForm, shape: tuple[int, ...]) -> Iterator[tuple[Dim, tuple[int, ...]]]:

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 import functree as ft
 from functree.labels.annotations.hints import Namespace, parse
-from functree.labels.leaves import name_by_hints, read
+from functree.labels.leaves import read
 from tests.lib.trees import x
 
 
@@ -37,7 +37,7 @@ CASES: dict[str, tuple[dict[tuple[Any, ...], Any], dict[str, str]]] = {
         {"a.0": "c f", "a.1": "b e"},
     ),
     "names of the whole": (
-        {(): Annotated[Any, ft.names({"a.*": "b e", "model.down": "c f"})]},
+        {(): Annotated[Any, ft.names({"a.*": "b e", "down": "c f"})]},
         {"a.0": "b e", "a.1": "b e", "model.down": "c f"},
     ),
     "names, the innermost": (
@@ -57,7 +57,7 @@ CASES: dict[str, tuple[dict[tuple[Any, ...], Any], dict[str, str]]] = {
 def test_axes(case: str) -> None:
     written, expected = CASES[case]
     hints = {ft.Path(path): parse(one, Namespace(__name__)) for path, one in written.items()}
-    found = name_by_hints(read(tree()), hints).leaves
+    found = read(tree(), None, hints).leaves
     assert {str(leaf.path): str(leaf.axes) for leaf in found} == UNNAMED | expected
     for leaf in found:
         assert leaf.annotated is (any(leaf.axes) or str(leaf.path) in expected)

@@ -12,7 +12,6 @@ import equinox as eqx
 from jax.tree_util import tree_leaves
 
 from functree.errors import Problem
-from functree.labels.annotations.hints import Hint
 from functree.tree.arrays import Tree
 from functree.tree.axes import Axes, Names, OpenAxes, names
 from functree.tree.globs import glob_pattern, match_text, meant_glob
@@ -112,22 +111,6 @@ def _precedence(given: GivenNames) -> tuple[Giver, int]:
     if given.giver is Giver.LAYOUT:
         return given.giver, given.depth
     return given.giver, -given.depth
-
-
-def given_by(hint: Hint, path: Path) -> Axes | OpenAxes | None:
-    """Return the axes that an annotation's `ft.names` give to an array, or None.
-
-    Args:
-        hint: the annotation.
-        path: the path of the array below the annotated value.
-    """
-    given: Axes | OpenAxes | None = None
-    for depth in range(len(path) + 1):
-        names = hint.at(Path(path[:depth])).names
-        # The innermost names decide, even if they do not name the array.
-        if names is not None:
-            given = given_axes(path, [GivenNames(names, depth, Giver.FIELD)])
-    return given
 
 
 def unmatched(node: Tree, path: Keys, several: Iterable[GivenNames]) -> list[Problem]:

@@ -24,7 +24,6 @@ from jax.sharding import PartitionSpec
 
 from functree.errors import FunctreeError
 from functree.tree.axes import BUFFER, Axes, Names, OpenAxes
-from functree.tree.paths import Path
 
 
 class Dim(NamedTuple):
@@ -298,14 +297,6 @@ class Hint:
     def forms_for(self, ndim: int) -> list[ArrayForm]:
         """Return the forms that fit an array of this rank, if the field itself holds the array."""
         return [form for form in self.forms if form.fits(ndim)]
-
-    def at(self, path: Path) -> "Hint":
-        """Return the hint at a path in the containers below the field."""
-        hint = self
-        for key in path:
-            index = key if isinstance(key, int) else None
-            hint = hint.tried().child(index)
-        return hint.tried()
 
     @cached_property
     def _under(self) -> "Hint":

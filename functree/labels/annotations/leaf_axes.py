@@ -23,13 +23,14 @@ from functree.tree.paths import Path
 
 
 class LeafAxes(NamedTuple):
-    """The axes of one array: the attributes of `Leaf` from `axes` to `misfit`."""
+    """The axes of one array: the attributes of `Leaf` from `axes` to `forms`."""
 
     axes: Axes
     annotated: bool = False
     unnamed: tuple[str, ...] = ()
     spec: PartitionSpec | None = None
     misfit: Problem | None = None
+    forms: tuple[ArrayForm, ...] = ()
 
 
 # The layers of a model share annotations, shapes and dtypes, so the axes are computed once for each
@@ -81,8 +82,15 @@ def state_axes(value: AnyArray, path: Path, declared: Axes) -> LeafAxes:
 def _read(
     value: AnyArray, path: Path, hint: Hint, given: Axes | OpenAxes | None, stack: tuple[str, ...]
 ) -> LeafAxes:
+    ndim = len(value.shape) - len(stack)
+    fitting = hint.forms_for(ndim)
     if given is not None:
-        return _given(value, path, hint, given, stack)
+        form = form_of_axes(given)
+        if not form.fits(ndim):
+            return _wrong_rank(value, path, f'"{given}"', stack, [len(form.dims)])
+        # Names from outside replace the annotation's names, but not its dtypes and specs.
+        fitting = [form._replace(dtype=f.dtype, spec=f.spec) for f in fitting] or [form]
+        return _chosen(value, path, hint, fitting, stack)
     if hint.references:
         return _unresolved(value, path, hint, stack)
     if not hint.forms:
@@ -92,25 +100,10 @@ def _read(
         if form.wrong:
             remedy = "write only axis names in the annotation, and choose mesh axes with rules"
             return _misfit(value, path, stack, f"{form.wrong}: `{hint.text}`", remedy)
-    fitting = hint.forms_for(len(value.shape) - len(stack))
     if not fitting:
         ranks = sorted({len(form.dims) for form in hint.forms})
         return _wrong_rank(value, path, hint.text, stack, ranks)
     return _chosen(value, path, hint, fitting, stack)
-
-
-def _given(
-    value: AnyArray, path: Path, hint: Hint, given: Axes | OpenAxes, stack: tuple[str, ...]
-) -> LeafAxes:
-    ndim, form = len(value.shape) - len(stack), form_of_axes(given)
-    if not form.fits(ndim):
-        return _wrong_rank(value, path, f'"{given}"', stack, [len(form.dims)])
-    # Names from outside replace the annotation's names, but not its `PartitionSpec`.
-    for alternative in hint.forms_for(ndim):
-        if alternative.spec is not None:
-            form = form._replace(spec=alternative.spec)
-            break
-    return _by_form(form, value, stack)
 
 
 def _chosen(
@@ -124,7 +117,7 @@ def _chosen(
         of_dtype = [form for form in fitting if dtype_fits(form.dtype, value.dtype)]
         options = _different(of_dtype, value, stack) or options
     if len(options) == 1:
-        return options[0]
+        return options[0]._replace(forms=tuple(fitting))
     texts = " or ".join(f'"{option.axes}"' for option in options)
     why = f"its annotation `{hint.text}` allows {texts} for an array of this rank and dtype"
     remedy = (

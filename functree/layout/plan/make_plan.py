@@ -19,7 +19,7 @@ from functree.devices.meshes import (
 )
 from functree.errors import RuleError, ShardingError
 from functree.labels.leaf import Leaf
-from functree.labels.leaves import Leaves, name_by_hints, read
+from functree.labels.leaves import Leaves, read
 from functree.layout.decide import Decisions, decide_parts
 from functree.layout.decision import Decision, local_shape, parts_over, refuse
 from functree.layout.layout import LayoutTree, Part, broadcast, merge_names, own_meshes
@@ -90,9 +90,8 @@ def plan_tree(
 def read_for(tree: Any, layout: LayoutTree) -> tuple[Leaves, list[Part]]:
     """Return the leaves of a tree, with the names that a layout gives, and the layout's parts."""
     parts = broadcast(layout, tree)
-    leaves = read(tree, merge_names(part.layout for part in parts))
     hints = {part.path: part.layout.hint for part in parts if part.layout.hint is not None}
-    return name_by_hints(leaves, hints), parts
+    return read(tree, merge_names(part.layout for part in parts), hints), parts
 
 
 def plan_leaves(
