@@ -244,7 +244,7 @@ class _Walk:
 
     def __init__(self, names: Mapping[type, Names], hints: Mapping[Path, Hint]):
         self.names = names
-        self.hints: Mapping[Keys, Hint] = hints
+        self.hints: dict[Keys, Hint] = {**hints}
         self.leaves: list[Leaf] = []
         self.problems: list[Problem] = []
         self.unheld: list[Problem] = []  # arrays that JAX does not support

@@ -9,7 +9,7 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import chain, zip_longest
@@ -214,15 +214,15 @@ class Reference(NamedTuple):
     namespace: Namespace
     spec: PartitionSpec | None = None
 
-    def resolve(self, strict: bool = True) -> "Hint":
+    def resolve(self) -> "Hint":
         """Return the referenced hint. Raise Python's error if the reference cannot be evaluated.
 
-        If `strict` is False, an undefined name that may stay unresolved gives `NOTHING` instead.
+        An undefined name that may stay unresolved gives `NOTHING` instead.
         """
         try:
             hint = self._found()
         except NameError:
-            if strict or not self.namespace.optional:
+            if not self.namespace.optional:
                 raise
             return NOTHING
         return hint if self.spec is None else _with_spec(hint, self.spec)
@@ -311,45 +311,30 @@ class Hint:
         parts = (self.forms, self.element, self.elements, self.below, self.generics)
         return any(parts)
 
-    @property
-    def _is_empty(self) -> bool:
-        """Whether the hint has no parts except unresolved ones."""
-        return not (self.is_about_arrays or self.names or self.buffer)
-
     @cached_property
     def settled(self) -> "Hint":
         """The resolved hint. Reading it raises Python's error if a name cannot be resolved."""
         # `cached_property` does not cache a failure, and a name may be defined later.
-        return self._settle(strict=True)
-
-    def tried(self) -> "Hint":
-        """Resolve the hint as far as possible.
-
-        If a name that may stay unresolved cannot be resolved, its part of the hint is dropped. If
-        another name cannot be resolved, the hint is returned unchanged.
-        """
-        try:
-            return self.settled
-        except UNREADABLE:
-            try:
-                return self._settle(strict=False)
-            except UNREADABLE:
-                return self
-
-    def _settle(self, strict: bool) -> "Hint":
-        """Resolve references repeatedly, since one may lead to another."""
         hint = self
+        # One reference may lead to another.
         for _ in range(_MAX_STEPS):
             if not hint.references:
                 # Messages show the annotation as it is written.
                 return hint if hint in (self, NOTHING) else replace(hint, text=self.text)
-            parts = [reference.resolve(strict) for reference in hint.references]
+            parts = [reference.resolve() for reference in hint.references]
             kept = replace(hint, references=())
             # An empty hint that is not `NOTHING` would count as an alternative.
-            if not kept._is_empty:
+            if kept.is_about_arrays or kept.names or kept.buffer:
                 parts.insert(0, kept)
             hint = merge(parts)
         raise RecursionError("it is defined in terms of itself")
+
+    def tried(self) -> "Hint":
+        """Return the resolved hint, or the hint itself if a name cannot be resolved."""
+        try:
+            return self.settled
+        except UNREADABLE:
+            return self
 
 
 NOTHING = Hint()
@@ -413,7 +398,7 @@ def parse(hint: Any, namespace: Namespace) -> Hint:
         if any(array in args for array in (jax.Array, np.ndarray, Any)):
             namespace = replace(namespace, optional=True)
         return merge(parse(arg, namespace) for arg in args)
-    if origin in (typing.Final, typing.Required, typing.NotRequired):
+    if origin is typing.Final:
         return parse(args[0], namespace)
     if isinstance(hint, typing.NewType):
         return parse(hint.__supertype__, namespace)
@@ -504,40 +489,49 @@ def field_hints(cls: type, hint: Hint = NOTHING) -> Mapping[str, Hint]:
         hint: the annotation of an instance. It may give values to the type parameters of the class
             or of a base class: `Box[X]`.
     """
-    given = _given(cls, hint)
-    if given:
-        return _read(cls, given)
+    values: dict[type, dict[TypeVar, Hint]] = {}
+    # If the annotation cannot be resolved, the values are unknown, too. Each leaf that depends on
+    # them then reports the annotation.
+    if hint.references:
+        values[cls] = dict.fromkeys(_parameters(cls), hint)
+    for origin, args in hint.generics:
+        values[origin] = dict(zip(_parameters(origin), args, strict=False))
+    if any(values.values()):
+        return _read(cls, values)
     hints = _FIELDS.get(cls)
     if hints is None:
-        hints = _FIELDS[cls] = _read(cls, {})
+        hints = _FIELDS[cls] = _read(cls, values)
     return hints
 
 
-Given = Mapping[type, Values]
-"""The values that an annotation gives to the type parameters of a class and its base classes."""
+def _read(cls: type, values: dict[type, dict[TypeVar, Hint]]) -> Mapping[str, Hint]:
+    """Read the annotations of a class and its bases.
 
-
-def _given(cls: type, hint: Hint) -> Given:
-    # If the annotation cannot be resolved, the values are unknown, too. Each leaf that depends on
-    # them then reports the annotation.
-    given: dict[type, Values] = {}
-    if hint.references and _parameters(cls):
-        given[cls] = dict.fromkeys(_parameters(cls), hint)
-    for origin, args in hint.generics:
-        given[origin] = dict(zip(_parameters(origin), args, strict=False))
-    return given
-
-
-def _read(cls: type, given: Given) -> Mapping[str, Hint]:
-    values: dict[type, Values] = {}
-    _add_values(cls, _handed_up(cls, given), given, values)
+    Args:
+        cls: the class.
+        values: the values of the type parameters of these classes, as far as an annotation of an
+            instance gives them. A parameter that a subclass passes to its base
+            (`class Sub(Box[U])`) has no value from an annotation `Box[X]`.
+    """
+    classes = cls.__mro__[:-1]  # `object`, the last class, has no annotations
+    for owner in classes:
+        namespace = _namespace(owner, values.get(owner, {}))
+        # A class may give values to a base's parameters, as in `class B(A[Float[Array, "p q"]])`.
+        for base in vars(owner).get("__orig_bases__", ()):
+            origin: Any = typing.get_origin(base)
+            for parameter, argument in zip(
+                _parameters(origin), typing.get_args(base), strict=False
+            ):
+                hint = parse(argument, namespace)
+                # The annotation may give values that the class leaves open.
+                if hint is not NOTHING:
+                    values.setdefault(origin, {})[parameter] = hint
     hints: dict[str, Hint] = {}
     # Base classes come first, so that a subclass's annotation of the same field wins. Each
-    # annotation is read in the module of the class that contains it. `object`, the last class in
-    # the MRO, has no annotations.
-    for base in reversed(cls.__mro__[:-1]):
-        namespace = _namespace(base, values.get(base, {}))
-        for name, annotation in inspect.get_annotations(base).items():
+    # annotation is read in the module of the class that contains it.
+    for owner in reversed(classes):
+        namespace = _namespace(owner, values.get(owner, {}))
+        for name, annotation in inspect.get_annotations(owner).items():
             hint = parse(annotation, namespace).tried()
             hints.pop(name, None)
             if hint is not NOTHING:
@@ -555,46 +549,5 @@ def _namespace(cls: type, values: Values) -> Namespace:
     return Namespace(cls.__module__, {**vars(cls), **parameters, cls.__name__: cls}, values)
 
 
-def _parameters(cls: type) -> tuple[TypeVar, ...]:
+def _parameters(cls: Any) -> tuple[TypeVar, ...]:
     return getattr(cls, "__parameters__", ())
-
-
-def _bases(cls: type) -> Iterator[tuple[type, list[tuple[TypeVar, Any]]]]:
-    """Yield the bases of a class, each with its type parameters and their arguments."""
-    # `__orig_bases__` holds the bases with their arguments. It is looked up in the class itself,
-    # since a subclass without generic bases would inherit the attribute.
-    for base in vars(cls).get("__orig_bases__", cls.__bases__):
-        origin: Any = typing.get_origin(base) or base
-        if isinstance(origin, type) and origin not in (typing.Generic, typing.Protocol, object):
-            yield origin, list(zip(_parameters(origin), typing.get_args(base), strict=False))
-
-
-def _handed_up(cls: type, given: Given) -> Values:
-    """Return the values of a class's type parameters.
-
-    A value is given for the class, or for a base to which the class passes the parameter:
-    `class Sub(Box[U])`. A parameter inside another type has no value, as in
-    `class Listed(Box[list[U]])`. Fields annotated with such a parameter count as unannotated.
-    """
-    values: dict[TypeVar, Hint] = {}
-    for base, arguments in _bases(cls):
-        known = _handed_up(base, given)
-        for parameter, argument in arguments:
-            if isinstance(argument, TypeVar) and parameter in known:
-                values[argument] = known[parameter]
-    return {**values, **given.get(cls, {})}
-
-
-def _add_values(cls: type, own: Values, given: Given, found: dict[type, Values]) -> None:
-    """Add the values of the type parameters of a class and of all its bases.
-
-    A class may give values to a base's parameters, as in `class B(A[Float[Array, "p q"]])`.
-    """
-    found[cls] = {**found.get(cls, {}), **own}
-    namespace = _namespace(cls, own)
-    for base, arguments in _bases(cls):
-        hints = {parameter: parse(argument, namespace) for parameter, argument in arguments}
-        # The annotation may give values that the class leaves open (`class Layered(Box[list[U]])`).
-        inner = dict(given.get(base, {}))
-        inner.update((parameter, hint) for parameter, hint in hints.items() if hint is not NOTHING)
-        _add_values(base, inner, given, found)
