@@ -222,9 +222,7 @@ class Context(NamedTuple):
 
 def inside_of(context: Context, cls: type) -> Context:
     """Return the context below a node of a class."""
-    # This runs for each container, and `_replace` is slower.
-    within, stack, given, buffer, pending, unread = context
-    return Context((*within, cls), stack, given, buffer, pending, unread)
+    return context._replace(within=(*context.within, cls))
 
 
 def _in_module(
@@ -454,16 +452,10 @@ def named_arrays(leaves: Leaves, tree: Tree, axes: AxesTree) -> Leaves:
         if place is None:
             continue
         new = given[place]
-        if leaf.annotated and leaf.axes != new:
-            why = f'is annotated "{leaf.axes}", but `axes=` gives it "{new}"'
-            problems.append(
-                leaf.problem(why, "write `None` for this array in `axes=` to keep the annotation")
-            )
-        elif len(new) != len(leaf.shape):
-            why = (
-                f'"{new}" names {count(len(new), "dimension")}, but the array has {len(leaf.shape)}'
-            )
-            problems.append(leaf.problem(why, "name each dimension"))
+        if len(new) != len(leaf.shape) or (leaf.annotated and leaf.axes != new):
+            why = f'its axes are "{leaf.axes}", but `axes=` gives it "{new}"'
+            remedy = "name each dimension, or write `None` for an array with an annotation"
+            problems.append(leaf.problem(why, remedy))
         named_leaves[i] = leaf._replace(axes=new, annotated=True, misfit=None)
     if problems:
         raise ShardingError("the axes do not fit their arrays", problems)

@@ -302,9 +302,7 @@ NOWHERE: dict[str, tuple[Any, Any, str, str]] = {
 @pytest.mark.parametrize("case", NOWHERE)
 def test_a_name_that_leads_nowhere(case: str) -> None:
     annotation, value, part, why = NOWHERE[case]
-    remedy = "write an annotation that Python can evaluate"
-    if why == UNKNOWN:
-        remedy = "define or import the name in the class's module, not in a function or under"
+    remedy = "write an annotation that Python can evaluate: define or import its names in the"
     with pytest.raises(AxesError) as error:
         ft.tree_axes(hold(annotation, value, __name__))
     [problem] = error.value.problems

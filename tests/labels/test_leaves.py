@@ -121,7 +121,7 @@ def test_names_for_what_lies_in_a_packed_tree() -> None:
         model: Any
 
         def __axis_names__(self) -> Any:
-            return ft.names({"model.w": "a b", "model.kept": "c", "model.lost": "d"})
+            return ft.names({"model.w": "a b", "model.lost": "d"})
 
     for model in (Leafy(x(2, 3), "kept"), ft.pack(Leafy(x(2, 3), "kept"))):
         found = read([Trainer(model)])
@@ -389,8 +389,8 @@ def test_state_of_another_rank_than_its_refs() -> None:
     found = read({"s": named}).leaves
     assert [leaf.misfit.why for leaf in found if leaf.misfit] == [
         'has 2 dimensions, but its `StateRef` declares 1 ("embed")',
-        "has 2 dimensions, but its `StateRef` declares 1",
-        "has 1 dimension, but its `StateRef` declares 0",
+        'has 2 dimensions, but its `StateRef` declares 1 ("_")',
+        'has 1 dimension, but its `StateRef` declares 0 ("")',
     ]
     assert [leaf.axes for leaf in found] == [(None, None), (None, None), (None,)]
     said = "if the array holds several layers"

@@ -175,14 +175,14 @@ def test_axes_of_a_tree(case: str):
 
 # A tree, its axes ─► the path of each array that they do not fit, and why.
 WRONG_AXES: dict[str, tuple[Any, Any, dict[str, str]]] = {
-    "too many": ({"a": [1, TOKENS]}, {"a": "b s e"}, {"a.1": '"b s e" names 3 dimensions, but the array has 2'}),
+    "too many": ({"a": [1, TOKENS]}, {"a": "b s e"}, {"a.1": 'its axes are "_ _", but `axes=` gives it "b s e"'}),
     "several": (
         {"a": WEIGHT, "b": TOKENS}, {"a": "batch seq", "b": "batch"},
-        {"a": '"batch seq" names 2 dimensions, but the array has 1', "b": '"batch" names 1 dimension, but the array has 2'},
+        {"a": 'its axes are "_", but `axes=` gives it "batch seq"', "b": 'its axes are "_ _", but `axes=` gives it "batch"'},
     ),
     "annotated otherwise": (
         [BARE], [BareMLP("batch hidden", "hidden embed")],  # pyright: ignore
-        {"0.up": 'is annotated "embed hidden", but `axes=` gives it "batch hidden"'},
+        {"0.up": 'its axes are "embed hidden", but `axes=` gives it "batch hidden"'},
     ),
     "a name": (TOKENS, "batch hiden", {"": "no rule names `hiden`; did you mean the rule for `hidden`?"}),
     "a size": (TOKENS[:3], "batch _", {"": '"batch" has size 3; rule batch→data needs a multiple of data=2'}),
@@ -204,7 +204,7 @@ def test_axes_beside_names_in_the_rules():
     tree = [eqx.nn.Linear(4, 8, use_bias=False, key=jax.random.key(0)), WEIGHT]
     linear, weight = ft.shard(tree, rules, MESH, axes=[None, "batch"])
     assert linear.weight.sharding.spec == P("model", None) and weight.sharding.spec == P("data")
-    with raises('is annotated "out_features in_features", but `axes=` gives it "batch _"'):
+    with raises('its axes are "out_features in_features", but `axes=` gives it "batch _"'):
         ft.shard(tree, rules, MESH, axes=["batch _", "batch"])
 
 

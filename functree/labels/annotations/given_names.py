@@ -3,7 +3,7 @@
 A field's `ft.names`, a layout's `names=` or a module's `__axis_names__` ─► the axes of a leaf.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from types import MappingProxyType
@@ -15,9 +15,10 @@ from functree.errors import Problem
 from functree.tree.arrays import Tree
 from functree.tree.axes import Axes, Names, OpenAxes, names
 from functree.tree.globs import glob_pattern, match_text, meant_glob
-from functree.tree.interfaces import PackedTree, own_names
-from functree.tree.nodes import leaves_of
+from functree.tree.interfaces import own_names
+from functree.tree.nodes import walk
 from functree.tree.paths import Keys, Path, tokens
+from functree.tree.skeleton.kinds import LEAVES
 
 
 class Giver(IntEnum):
@@ -126,34 +127,21 @@ def unmatched(node: Tree, path: Keys, several: Iterable[GivenNames]) -> list[Pro
     # An unused pattern may still match a leaf whose axes come from other names. Or it may match a
     # node with several arrays, as in the state of some optimizers. Such arrays are laid out like
     # their parameter.
-    leaves = dict(_leaves_below(node))
+    leaves: list[Path] = []
     texts: set[str] = set()
-    empty: set[str] = set()
-    for below, leaf in leaves.items():
-        texts.update(match_text(Path(below[:depth])) for depth in range(1, len(below) + 1))
-        if _is_empty(leaf):
-            empty.add(match_text(below))
+    empty: set[str] = set()  # nodes without leaves, such as None or an `optax.MaskedNode`
+    for keys, part, kind in walk(node, in_model=True):
+        texts.add(match_text(Path(keys)))
+        if kind in LEAVES:
+            leaves.append(Path(keys))
+        if not tree_leaves(part):
+            empty.add(match_text(Path(keys)))
     problems = []
     for pattern in suspects:
         matches = glob_pattern(pattern).fullmatch
         if not any(map(matches, texts)) and not _leads_through(pattern, empty):
             problems.append(_unmatched(node, Path(path), pattern, leaves))
     return problems
-
-
-def _leaves_below(node: Tree) -> Iterator[tuple[Path, Tree]]:
-    """Yield the leaves of a node, and nodes without leaves. Packed trees are unpacked."""
-    for path, leaf in leaves_of(node, lambda part: _is_empty(part) or isinstance(part, PackedTree)):
-        if not isinstance(leaf, PackedTree):
-            yield path, leaf
-            continue
-        for below, inner in _leaves_below(leaf.tree):
-            yield Path((*path, *below)), inner
-
-
-def _is_empty(node: Tree) -> bool:
-    """Return whether a node has no leaves, such as None or an `optax.MaskedNode`."""
-    return not tree_leaves(node)
 
 
 def _leads_through(pattern: str, empty: Collection[str]) -> bool:

@@ -70,12 +70,14 @@ def state_axes(value: AnyArray, path: Path, declared: Axes) -> LeafAxes:
     if have == len(declared):
         # A scalar has no axes to name.
         return LeafAxes(declared, annotated=any(declared) or not declared)
-    why = f"has {count(have, 'dimension')}, but its `StateRef` declares {len(declared)}"
-    if any(declared):
-        why += f' ("{declared}")'
-    remedy = "lay the state out with a spec (`P(...)`), or declare all dimensions in the `StateRef`"
-    if have > len(declared):
-        remedy = f"{STACK}; otherwise {remedy}"
+    why = (
+        f"has {count(have, 'dimension')}, but its `StateRef` declares {len(declared)} "
+        f'("{declared}")'
+    )
+    remedy = (
+        f"{STACK}; otherwise lay the state out with a spec (`P(...)`), or declare all dimensions "
+        "in the `StateRef`"
+    )
     return _misfit(value, path, (), why, remedy)
 
 
@@ -196,18 +198,16 @@ def _wrong_rank(
 
 def _unresolved(value: AnyArray, path: Path, hint: Hint, stack: tuple[str, ...]) -> LeafAxes:
     # Resolve the annotation again, to get the text of Python's error.
-    remedy = (
-        "define or import the name in the class's module, "
-        "not in a function or under `TYPE_CHECKING`"
-    )
     try:
         _ = hint.settled
         error = "the name was not defined when the tree was read, but it is defined now"
     except UNREADABLE as raised:
         error = str(raised) or type(raised).__name__
-        if not isinstance(raised, NameError):
-            remedy = "write an annotation that Python can evaluate"
     why = f"its annotation `{hint.text}` cannot be resolved: {error}"
+    remedy = (
+        "write an annotation that Python can evaluate: define or import its names in the class's "
+        "module, not in a function or under `TYPE_CHECKING`"
+    )
     return _misfit(value, path, stack, why, remedy)
 
 
