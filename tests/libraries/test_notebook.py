@@ -9,19 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-import treescope
 from IPython.core.formatters import DisplayFormatter
 from IPython.lib.pretty import pretty
 from jax.sharding import Mesh
 
 import functree as ft
-from functree.layout.plan.notebook import treescope_html
-
-# treescope 0.1.10 looks through all of numpy's modules for names, deprecated ones among them (numpy
-# 2.5).
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The chararray class is deprecated:DeprecationWarning"
-)
 
 RULES = ft.AxisRules({"hidden": "model", ...: None})
 
@@ -87,22 +79,6 @@ def test_a_notebook_shows_trees_to_fold(mesh: Mesh, formatter: Any) -> None:
     assert "layers embed hidden" in formatter(ts) and '<code class="a1">model</code>' in formatter(
         ts
     )
-
-
-def test_treescope_shows_them_where_it_is_active(mesh: Mesh, formatter: Any) -> None:
-    ts = state(mesh)
-    treescope.register_as_default(streaming=False)
-    shown = formatter(ts)
-    assert "treescope" in shown and 'class="functree"' not in shown
-
-
-def test_treescope_has_axes_and_shardings(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    ts = state(mesh)
-    monkeypatch.setattr(treescope, "render_to_html", treescope.render_to_text)
-    with treescope.using_expansion_strategy(max_height=None):
-        text = treescope_html(treescope, ts, ft.plan(ts))
-    assert "# f32[2, 8, 16/model] layers embed hidden" in text and "# i32[]" in text
-    assert "Rich HTML" not in text  # which would be this again
 
 
 def test_other_modules_are_as_equinox_shows_them() -> None:
