@@ -28,7 +28,7 @@ from functree.compiled.table import (
 )
 from functree.devices.meshes import MeshView
 from functree.errors import FunctreeTypeError, count
-from functree.layout.plan.page import PlanPage, parts_of
+from functree.layout.plan.page import PlanPage
 from functree.layout.plan.plan import Plan
 from functree.report.diff import Change, Diff, SharedWhat, by_bytes, changes
 from functree.report.json_text import json_of, read_json
@@ -417,12 +417,12 @@ class _Page(NamedTuple):
 
     def _memory(self) -> str:
         memory = self.ledger.memory
-        parts = parts_of(memory.arguments)
-        rest = (
+        segments = (
+            Segment("arguments", sum(memory.arguments.values()), "p0"),
             Segment("outputs", memory.outputs - memory.aliases, "p5 copied"),
             Segment("temporaries", memory.temporaries, "p5"),
         )
-        whole = [*parts, *(segment for segment in rest if segment.size > 0)]
+        whole = [segment for segment in segments if segment.size > 0]
         total = sum(segment.size for segment in whole)
         texts = [f"peak {bytes_text(memory.peak)}"]
         if memory.aliases:

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 import functree as ft
-from functree.layout.plan.page import MOST_LINES, parts_of
+from functree.layout.plan.page import MOST_LINES
 from tests.lib.meshes import SIZES
 
 P = PartitionSpec
@@ -164,26 +164,3 @@ def test_everything_is_escaped() -> None:
     page = Reader(plan.html())
     assert not {"u", "s"} & set(page.tags) and page.paths == [str(ft.Path((evil,)))]
     assert "problem" in page.classes and html.escape("<s>by</s>") in plan.html()
-
-
-PARTS: dict[str, tuple[dict[str, int], list[tuple[str, int]]]] = {
-    "by the first key": ({"a.x": 3, "b": 6, "a.y": 3}, [("a", 6), ("b", 6)]),
-    "most of it": ({"a": 2, "b.x": 9, "b.y": 9}, [("a", 2), ("b.x", 9), ("b.y", 9)]),
-    "what is small": (
-        {"a": 1, "b": 900, "c": 1, "d": 900},
-        [("b", 900), ("d", 900), ("smaller parts", 2)],
-    ),
-    "many parts": (
-        {name: 2 for name in "abcdefg"},
-        [*((name, 2) for name in "abcde"), ("smaller parts", 4)],
-    ),
-    "one array": ({"": 4}, [("(the root)", 4)]),
-}
-
-
-@pytest.mark.parametrize("case", PARTS)
-def test_parts(case: str) -> None:
-    sizes, expected = PARTS[case]
-    parts = parts_of({ft.Path(path): size for path, size in sizes.items()})
-    assert [(part.name, part.size) for part in parts] == expected
-    assert [part.kind for part in parts] == [f"p{i}" for i in range(len(parts))]

@@ -11,13 +11,10 @@ from functree.layout.plan.text import Group, table_groups
 from functree.report.page import (
     Card,
     Pictures,
-    Segment,
     TreeLeaf,
-    bar_html,
     cards_html,
     code,
     device_color,
-    key_html,
     mesh_axes_html,
     notes_html,
     report_html,
@@ -65,7 +62,7 @@ class PlanPage(NamedTuple):
         """Return the figures at the top."""
         copies = sum(map(saved_by_sharding, self.rows))
         return [
-            Card(bytes_text(_each(self.rows)), "on each device"),
+            Card(bytes_text(self._each()), "on each device"),
             Card(
                 bytes_text(sum(row.bytes_global for row in self.rows)),
                 "in total, each array counted once",
@@ -75,21 +72,19 @@ class PlanPage(NamedTuple):
         ]
 
     def devices(self) -> str:
-        """Render the bytes of one device, by part of the tree, and the key to the pictures' colors.
-
-        All devices of a plan hold the same number of bytes.
-        """
-        each, number = _each(self.rows), MeshView(self.sizes).devices
-        parts = parts_of({row.path: row.bytes_per_device for row in self.rows})
+        """Render the key to the pictures' colors. All devices hold the same number of bytes."""
+        number = MeshView(self.sizes).devices
         devices = "".join(map(self._device, range(min(number, MOST_DEVICES))))
         if number > MOST_DEVICES:
             devices += f"<span>and {number - MOST_DEVICES:,} more</span>"
         return section_html(
-            f"{number:,} {'device' if number == 1 else 'devices'}, {bytes_text(each)} each",
-            key_html(parts),
-            bar_html(parts, max(1, each)),
+            f"{number:,} {'device' if number == 1 else 'devices'}, {bytes_text(self._each())} each",
             f'<div class="key devices muted">{devices}</div>',
         )
+
+    def _each(self) -> int:
+        """Return the bytes on one device."""
+        return sum(row.bytes_per_device for row in self.rows)
 
     def _device(self, device: int) -> str:
         position: list[str] = []
@@ -144,47 +139,3 @@ class PlanPage(NamedTuple):
         if not total:
             return ""
         return f' <span class="chip num">moves {bytes_text(total)}</span>'
-
-
-def _each(rows: Sequence[Row]) -> int:
-    return sum(row.bytes_per_device for row in rows)
-
-
-MOST_PARTS = 6
-_SMALL, _LARGE = 0.005, 0.6  # fractions of all bytes
-
-
-def parts_of(sizes: Mapping[Path, int]) -> list[Segment]:
-    """Sum bytes by part of the tree, in order.
-
-    A part with most of the bytes is replaced by its contents. Small parts are joined into one.
-    """
-    whole = sum(sizes.values())
-    parts: dict[Path, dict[Path, int]] = {Path(): dict(sizes)}
-    while sizes:
-        largest = max(parts, key=lambda path: sum(parts[path].values()))
-        inside: dict[Path, dict[Path, int]] = {}
-        for path, size in parts[largest].items():
-            inside.setdefault(Path(path[: len(largest) + 1]), {})[path] = size
-        small = sum(parts[largest].values()) <= _LARGE * whole
-        many = len(parts) + len(inside) > MOST_PARTS
-        if list(inside) == [largest] or (len(parts) > 1 and (small or many)):
-            break
-        opened: dict[Path, dict[Path, int]] = {}
-        for path, part in parts.items():
-            opened |= inside if path == largest else {path: part}
-        parts = opened
-    totals = {str(path) or "(the root)": sum(part.values()) for path, part in parts.items()}
-    return _segments(totals, whole) if sizes else []
-
-
-def _segments(totals: Mapping[str, int], whole: int) -> list[Segment]:
-    largest = sorted(totals, key=lambda name: totals[name], reverse=True)[: MOST_PARTS - 1]
-    kept = {
-        name: size
-        for name, size in totals.items()
-        if name in largest and (size >= _SMALL * whole or len(totals) <= 2)
-    }
-    if len(kept) < len(totals):
-        kept["smaller parts"] = whole - sum(kept.values())
-    return [Segment(name, size, f"p{i}") for i, (name, size) in enumerate(kept.items())]
