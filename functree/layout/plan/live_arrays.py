@@ -1,7 +1,5 @@
 """`live_rows` shows how arrays are sharded now, as rows of a plan."""
 
-from collections.abc import Iterable, Sequence
-
 import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
@@ -10,54 +8,31 @@ from functree.devices.meshes import Device, mesh_view
 from functree.devices.placement import other_memory
 from functree.devices.specs import of_rank
 from functree.labels.leaf import Leaf
-from functree.labels.training_state import MODEL, OPTIMIZER
-from functree.layout.plan.row import Row, row_of, rows_by_path
-from functree.tree.paths import Path
+from functree.labels.leaves import Leaves
+from functree.labels.training_state import Scope, label_paths
+from functree.layout.plan.row import Row, row_of
 
 AnyMesh = Mesh | AbstractMesh
 
 
-def live_rows(
-    leaves: Sequence[Leaf], states: Iterable[Path] = ()
-) -> tuple[list[Row], AnyMesh | None]:
-    """Return a row for each array's current sharding, and the mesh of the first array on a mesh.
-
-    Args:
-        leaves: the arrays.
-        states: the paths of the training states that contain the arrays.
-    """
+def live_rows(leaves: Leaves) -> tuple[list[Row], AnyMesh | None]:
+    """Return a row for each array's current sharding, and the mesh of the first array on a mesh."""
+    labeled = label_paths(leaves.leaves, leaves.training, Scope())
+    by_path = {leaf.path: leaf for leaf in labeled}
     first: AnyMesh | None = None
     rows: list[Row] = []
-    for leaf in leaves:
+    for leaf in labeled:
         row, mesh = _live_row(leaf)
         if first is None:
             first = mesh
         if mesh is not None and mesh != first:
             row = row._replace(reason=f"{row.reason}, on {_mesh_text(mesh)}", mesh=mesh)
+        follows = leaf.follows
+        if follows is not None and follows.path is not None:
+            if follows.has_all_of(len(by_path[follows.path].shape)):
+                row = row._replace(follows=follows.path)
         rows.append(row)
-    for path in states:
-        rows = _with_parameters(path, rows)
     return rows, first
-
-
-def _with_parameters(state: Path, rows: Sequence[Row]) -> list[Row]:
-    """Set `follows` in the rows of moments.
-
-    A moment's parameter has the same path within the model, and the same shape.
-    """
-    parameters = rows_by_path(rows)
-    labeled: list[Row] = []
-    for row in rows:
-        below = row.path[len(state) :]
-        if row.path[: len(state)] == state and below[:1] == (OPTIMIZER,):
-            # The longest path is tried first, since the optimizer's own keys begin the path.
-            for start in range(1, len(below) + 1):
-                path = Path((*state, MODEL, *below[start:]))
-                if path in parameters and parameters[path].shape == row.shape:
-                    row = row._replace(follows=path)
-                    break
-        labeled.append(row)
-    return labeled
 
 
 def _mesh_text(mesh: AnyMesh) -> str:

@@ -165,7 +165,7 @@ def _row(leaf: Leaf, decision: Decision, view: MeshView) -> Row:
 def _live_plan(tree: Any, mesh: MeshLike) -> Plan:
     """Make a plan that shows how the arrays are sharded now."""
     leaves = read(tree)
-    rows, live_mesh = live_rows(leaves.leaves, leaves.training)
+    rows, live_mesh = live_rows(leaves)
     where = live_mesh if mesh is None else mesh
     # If no array is on a mesh, as on a single device, the plan's mesh has no axes.
     view = MeshView({}) if where is None else mesh_view(where)

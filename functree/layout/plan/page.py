@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from functree.devices.meshes import MeshView
 from functree.layout.plan.row import Row, axes_of, beside_array, saved_by_sharding, sizes_of
-from functree.layout.plan.text import Group, table_groups
+from functree.layout.plan.text import Group, groups_of
 from functree.report.page import (
     Card,
     Pictures,
@@ -99,7 +99,7 @@ class PlanPage(NamedTuple):
 
     def arrays(self, at_most: int | None = None) -> str:
         """Render the tree of arrays; with `at_most`, only the largest."""
-        groups = table_groups(self.rows)
+        groups = groups_of(self.rows)
         left_out = ""
         if at_most is not None and len(groups) > at_most:
             left_out = f"and {len(groups) - at_most:,} more lines for smaller arrays "

@@ -78,9 +78,15 @@ class Group(NamedTuple):
 
 
 def groups_of(rows: Sequence[Row]) -> list[Group]:
-    """Group the rows that differ only in the indices of their paths, in order."""
+    """Group the rows that differ only in the indices of their paths, and each kind of moments."""
+    by_path = rows_by_path(rows)
     groups: list[Group] = []
-    for alike in grouped(rows, _but_for_indices):
+    for alike in grouped(rows, lambda row: _moments(row, by_path) or _but_for_indices(row)):
+        moments = _moments(alike[0], by_path)
+        if moments is not None:
+            root, _ = moments
+            groups.append(Group(alike, (*map(part_text, root), "**"), follow=True))
+            continue
         # `a.{0-1}.{0-1}` stands for four rows, so three rows stay separate.
         different = map(set, zip(*[row.path for row in alike], strict=True))
         is_grid = math.prod(map(len, different)) == len(alike)
@@ -89,29 +95,11 @@ def groups_of(rows: Sequence[Row]) -> list[Group]:
     return groups
 
 
-def table_groups(rows: Sequence[Row]) -> list[Group]:
-    """Group the rows as in `groups_of`, with one group for each kind of an optimizer's moments."""
-    by_path = rows_by_path(rows)
-    others: list[Row] = []
-    followers: dict[tuple[Path, str], list[Row]] = {}
-    for row in rows:
-        root = _above_parameter(row, by_path)
-        if root is None:
-            others.append(row)
-        else:
-            followers.setdefault((root, str(row.dtype)), []).append(row)
-    groups = groups_of(others)
-    for (root, _), alike in followers.items():
-        groups.append(Group(alike, (*map(part_text, root), "**"), follow=True))
-    order = {row.path: i for i, row in enumerate(rows)}
-    return sorted(groups, key=lambda group: order[group.rows[0].path])
+def _moments(row: Row, by_path: Mapping[Path, Row]) -> tuple[Path, str] | None:
+    """Return the keys before the path of the parameter that an array follows, and the dtype.
 
-
-def _above_parameter(row: Row, by_path: Mapping[Path, Row]) -> Path | None:
-    """Return the keys of an array's path before the path of the parameter that it follows.
-
-    For `opt_state.0.mu.w`, return `opt_state.0.mu`. Return None unless the array and the parameter
-    are sharded alike.
+    For `opt_state.0.mu.w`, the keys are `opt_state.0.mu`. Return None unless the array and the
+    parameter are sharded alike.
     """
     parameter = None if row.follows is None else by_path.get(row.follows)
     if parameter is None or _sharded(row) != _sharded(parameter):
@@ -121,7 +109,7 @@ def _above_parameter(row: Row, by_path: Mapping[Path, Row]) -> Path | None:
         if key != other:
             break
         below += 1
-    return Path(row.path[: len(row.path) - below]) if below else None
+    return (Path(row.path[: len(row.path) - below]), str(row.dtype)) if below else None
 
 
 def _sharded(row: Row) -> Hashable:
@@ -145,7 +133,7 @@ def plan_text(
         column: the title of the last column, which lists the bytes of each line.
         by_bytes: whether the largest line comes first.
     """
-    groups = table_groups(rows)
+    groups = groups_of(rows)
     if by_bytes:
         groups.sort(key=lambda group: group.per_device, reverse=True)
     # Reasons are numbered in the order of their first lines.
@@ -232,9 +220,12 @@ def several_sizes(rows: Iterable[Row]) -> list[str]:
     """
     modules: dict[Path, list[Row]] = {}
     for row in rows:
-        for module in _modules(row.path):
-            modules.setdefault(module, []).append(row)
-    texts_of: dict[Path, dict[str, str]] = {}
+        # The moments of parameters have the same sizes.
+        if row.follows is None:
+            for module in _modules(row.path):
+                modules.setdefault(module, []).append(row)
+    # Equal lines appear once, since layers have equal sizes.
+    lines: dict[str, str] = {}
     told: set[tuple[Path, str]] = set()
     # The innermost modules come first, so that an axis is reported in the smallest module in which
     # it has several sizes.
@@ -242,13 +233,7 @@ def several_sizes(rows: Iterable[Row]) -> list[str]:
         for name, sizes in axis_sizes(modules[module]).items():
             if len(sizes) > 1 and (module, name) not in told and name not in _OF_ONE_LAYER:
                 told.add((Path(module[:-1]), name))
-                texts_of.setdefault(module, {})[f"{name} {sorted(sizes)}"] = _text(name, sizes)
-    # Lines are in the order of the rows. Equal lines appear once, since layers and the moments of
-    # parameters have equal sizes.
-    lines: dict[str, str] = {}
-    for module in modules:
-        for key, text in texts_of.get(module, {}).items():
-            lines.setdefault(key, text)
+                lines.setdefault(f"{name} {sorted(sizes)}", _text(name, sizes))
     texts = list(lines.values())
     if len(texts) > MOST:
         texts[MOST:] = [f"and {len(texts) - MOST} more (see `.axis_sizes`)"]
