@@ -26,13 +26,10 @@ from functree.layout.decision import (
     WHOLE,
     Decision,
     Dimension,
-    Source,
     absent,
-    followed_paths,
     is_optimizer_state,
     leaf_problems,
     near_misses,
-    without_repeats,
 )
 from functree.layout.layout import Layout, Part, walk
 from functree.layout.rules import mentioned_axes, own_problems
@@ -135,7 +132,6 @@ def decide_parts(
             if not faulty:
                 fine.add(id(decision))
     problems += _conflicting(known, decisions, same)
-    problems = without_repeats(problems, followed_paths(known))
     return Decisions(known, decisions, problems, unused)
 
 
@@ -278,11 +274,9 @@ def _followed(leaf: Leaf, decided: Mapping[Path, Decision]) -> Decision:
     dimensions: list[Dimension] = []
     for dim in follows.dims:
         dimension = WHOLE if dim is None else parameter.dimensions[dim]
-        # Both leaves use the same source. A problem that they share thus has the same text, and
-        # is reported once. Unsharded dimensions have no source, because checks treat every
-        # dimension with a source as sharded.
-        source = dimension.source or Source(f"the spec of {name}")
-        dimensions.append(Dimension(dimension.mesh_axes, source) if dimension.mesh_axes else WHOLE)
+        # Without a source, the dimension is not checked. Its size is the parameter's, so it would
+        # have the same problems.
+        dimensions.append(Dimension(dimension.mesh_axes))
     reason, same = f"follows {name}", follows.path
     # Unless the leaf has all the parameter's dimensions in order, the reason lists the dimensions
     # that it has.

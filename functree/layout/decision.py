@@ -30,28 +30,6 @@ Fault = tuple[str, str]
 """A mistake in a leaf, and its remedy."""
 
 
-class Reason(NamedTuple):
-    """The reason for a layout's decision. Its `str` is the text for users.
-
-    Attributes:
-        parts: the rules, specs or inner reasons that decided, in order. The text joins their `str`.
-        chosen_by: the filter (as a user writes it) or the option that chose the layout; empty if
-            neither did.
-    """
-
-    parts: tuple[object, ...]
-    chosen_by: str = ""
-
-    def __str__(self) -> str:
-        separator = ", "
-        if any(isinstance(part, Reason) for part in self.parts):
-            separator = "; "  # an inner reason's text may contain commas
-        text = separator.join(map(str, self.parts))
-        if not self.chosen_by:
-            return text
-        return f"{self.chosen_by}: {text}"
-
-
 class Source(NamedTuple):
     """The rule, layout or parameter that sharded a dimension.
 
@@ -86,7 +64,8 @@ class Dimension(NamedTuple):
 
     Attributes:
         mesh_axes: the mesh axes that shard the dimension; `()` if it is unsharded.
-        source: the source of the sharding; None if the dimension is unsharded.
+        source: the source of the sharding; None if the dimension is unsharded, or if the leaf
+            follows another leaf, which reports the problems of both.
         named: the state of the dimension's name.
         blocked: the fault if rules mention the name but none of them could apply; otherwise None. A
             later layout that settles the dimension removes this fault.
@@ -117,7 +96,7 @@ class Decision(NamedTuple):
     """
 
     dimensions: tuple[Dimension, ...]
-    reasons: tuple[Reason, ...] = ()
+    reasons: tuple[str, ...] = ()
     faults: tuple[Fault, ...] = ()
     memory_kind: str | None = None
     specified: bool = True
@@ -127,7 +106,7 @@ class Decision(NamedTuple):
     @property
     def reason(self) -> str:
         """The reasons as text, for a plan."""
-        return "; ".join(map(str, self.reasons))
+        return "; ".join(self.reasons)
 
     @property
     def mesh_axes(self) -> tuple[tuple[str, ...], ...]:
@@ -148,8 +127,8 @@ class Decision(NamedTuple):
         return used
 
     def because(self, *parts: object) -> "Decision":
-        """Return the decision with one more reason."""
-        return self._replace(reasons=(*self.reasons, Reason(parts)))
+        """Return the decision with one more reason: the texts of some parts, in order."""
+        return self._replace(reasons=(*self.reasons, ", ".join(map(str, parts))))
 
     def wrong(self, *faults: Fault) -> "Decision":
         """Return the decision with more faults."""
@@ -255,29 +234,6 @@ def layout_problem(leaf: Leaf, fault: Fault) -> Problem:
     if leaf.follows is None and any(map(is_optimizer_state, leaf.within)):
         remedy += USE_PLAN_OPTIMIZER
     return leaf.problem(why, remedy)
-
-
-def followed_paths(leaves: Iterable[Leaf]) -> dict[Path, Path | None]:
-    """Map the path of each leaf to the path of the parameter that the leaf follows."""
-    return {leaf.path: leaf.follows.path for leaf in leaves if leaf.follows is not None}
-
-
-def without_repeats(
-    problems: Sequence[Problem], follows: Mapping[Path, Path | None]
-) -> list[Problem]:
-    """Drop a leaf's problem if the parameter that the leaf follows has the same problem.
-
-    Args:
-        problems: the problems of some leaves.
-        follows: the path of the followed parameter, by the leaf's path.
-    """
-    known = {(problem.path, problem.why) for problem in problems}
-    kept: list[Problem] = []
-    for problem in problems:
-        parameter = None if problem.path is None else follows.get(Path(problem.path))
-        if parameter is None or (parameter, problem.why) not in known:
-            kept.append(problem)
-    return kept
 
 
 USE_PLAN_OPTIMIZER = "; for an optimizer's state, use `ft.plan_optimizer`"

@@ -15,7 +15,7 @@ from functree.labels.optimizer.optimizer_state import optimizer_state
 from functree.labels.optimizer.stack_treatment import warn_of_stacks
 from functree.labels.predicates import is_trainable
 from functree.layout.decide import Decisions, decide_parts, follow
-from functree.layout.decision import Reason, leaf_problems, refuse
+from functree.layout.decision import leaf_problems, refuse
 from functree.layout.layout import LayoutLike, LayoutTree, Part, as_layout, own_meshes
 from functree.layout.plan.make_plan import plan_decisions, read_for
 from functree.layout.plan.plan import Plan
@@ -107,7 +107,7 @@ def plan_state(
         others = replace(state, leaves=tuple(undetermined))
         extra = decide_parts(others, [Part(as_layout(otherwise), Path())], view)
         for i, decision in zip(lost, extra.decisions, strict=True):
-            decisions[i] = decision._replace(reasons=(Reason(decision.reasons, "otherwise"),))
+            decisions[i] = decision._replace(reasons=(f"otherwise: {decision.reason}",))
         problems += extra.problems
         unused = extra.unused
     for leaf, decision in zip(state.leaves, decisions, strict=True):

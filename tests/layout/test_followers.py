@@ -133,7 +133,10 @@ WRONG: dict[str, tuple[Any, list[str]]] = {
     ),
     "no layout": (
         ft.StateSharding({"model.head": None, ...: P()}),
-        ["model.head: no layout was given for this array (`None`)"],
+        [
+            f"{path}head: no layout was given for this array (`None`)"
+            for path in ("model.", "opt_state.0.mu.", "opt_state.0.nu.")
+        ],
     ),
     "a layout of its own": (
         ft.StateSharding({"opt_state.*.mu.head": P("x"), "head": P("y"), ...: P()}),

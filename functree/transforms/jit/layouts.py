@@ -31,12 +31,10 @@ from functree.layout.decision import (
     USE_PLAN_OPTIMIZER,
     Decision,
     Fault,
-    followed_paths,
     is_optimizer_state,
     layout_problem,
     leaves_at_fault,
     whole,
-    without_repeats,
 )
 from functree.layout.layout import Layout, LayoutTree, Part, as_partial, own_meshes
 from functree.layout.plan.make_plan import plan_leaves, plan_tree
@@ -165,7 +163,8 @@ def by_rules(
     # are replicated, with a warning.
     settled = {leaf.path for i, leaf in enumerate(decided.leaves) if i not in arrays}
     # A problem of an uncommitted leaf that follows a parameter may be reported for the parameter.
-    settled.difference_update(followed_paths([decided.leaves[i] for i in arrays]).values())
+    followed = [decided.leaves[i].follows for i in arrays]
+    settled.difference_update([follows.path for follows in followed if follows is not None])
     settled |= {decided.leaves[i].path for i in nameless}
     problems = [problem for problem in decided.problems if problem.path not in settled]
     for i in arrays:
@@ -173,7 +172,6 @@ def by_rules(
         is_array = is_bare(leaf) or not (leaf.shape or is_in_module(leaf))
         if not is_array and not decisions[i].specified:
             problems.append(leaf.problem(*UNSPECIFIED))
-    problems = without_repeats(problems, followed_paths(decided.leaves))
     name = signature.name
     if problems:
         at_fault = "the uncommitted arguments"
@@ -366,19 +364,22 @@ def by_in_shardings(
     # A spec that does not fit its array cannot become a sharding.
     if not problems:
         shardings = [None if row.spec is None else planned.sharding(row) for row in planned.rows]
-    for leaf, array, wanted in zip(leaves.leaves, arrays, shardings, strict=True):
+    reported: set[Path] = set()
+    pairs = zip(planned.rows, shardings, strict=True)
+    for leaf, array, (row, wanted) in zip(leaves.leaves, arrays, pairs, strict=True):
         # Tracers, and arrays for an abstract mesh, are on no device yet.
         if wanted is None or isinstance(wanted.mesh, AbstractMesh) or isinstance(array, Tracer):
             continue
         if not is_unplaced(array):
-            if not _is_taken(array, wanted):
+            # A parameter's problem is reported once, not again for its moments.
+            if not _is_taken(array, wanted) and row.follows not in reported:
+                reported.add(leaf.path)
                 problems.append(layout_problem(leaf, _other_sharding(array, wanted)))
         elif isinstance(array, jax.ShapeDtypeStruct) or without_devices(wanted.mesh) is not None:
             continue
         elif AxisType.Explicit in wanted.mesh.axis_types:
             problems.append(layout_problem(leaf, _untyped(array)))
     if problems:
-        problems = without_repeats(problems, {row.path: row.follows for row in planned.rows})
         at_fault = leaves_at_fault(problems) or "the call"
         headline = (
             f"{layouts.signature.name}: in_shardings does not fit {at_fault} on mesh {planned.view}"
