@@ -566,27 +566,15 @@ def forgotten_axes(layout: Layout, axes: Axes, mesh: MeshView) -> tuple[str, ...
         axes: the array's axes.
         mesh: the mesh. Its axes of size 1 are ignored.
     """
-    if BATCH not in axes:
+    if BATCH not in axes or layout.rules is None:
         return ()
-    return tuple([axis for axis in _unused_by_rules(layout) if mesh.sizes.get(axis, 1) > 1])
-
-
-@lru_cache(maxsize=256)
-def _unused_by_rules(layout: Layout) -> tuple[str, ...]:
-    """Return the mesh axes of a layout's `FSDP` that no rule uses, if no rule names the batch."""
-    if layout.rules is None:
-        return ()
-    used: set[str] = set()
     tables = [part for part in walk(layout.rules) if isinstance(part, AxisRules)]
     # Without `...: None`, a name without a rule is already an error.
-    if not any(table.closed for table in tables):
+    if BATCH in mentioned_axes(tables) or not any(table.closed for table in tables):
         return ()
-    for table in tables:
-        if BATCH in table.mentioned:
-            return ()
-        for rule in table.table:
-            used.update(rule.mesh_axes)
-    return tuple([axis for axis in dict.fromkeys(fsdp_axes(layout)) if axis not in used])
+    used = {axis for table in tables for rule in table.table for axis in rule.mesh_axes}
+    unused = [axis for axis in dict.fromkeys(fsdp_axes(layout)) if axis not in used]
+    return tuple([axis for axis in unused if mesh.sizes.get(axis, 1) > 1])
 
 
 def forgotten_text(what: str, forgotten: tuple[str, ...]) -> str:
@@ -597,14 +585,6 @@ def forgotten_text(what: str, forgotten: tuple[str, ...]) -> str:
         f"{'axis' if len(forgotten) == 1 else 'axes'} `{mesh_axes}`, over which `FSDP` shards the "
         f"parameters. A batch that is sharded over `{mesh_axes}` is gathered, and each device "
         "repeats the work. "
-        f'Add `"{BATCH}": {_written(forgotten)}` to the rules, or `"{BATCH}": None` if you intend '
+        f"Add `{BATCH!r}: {entry(forgotten)!r}` to the rules, or `{BATCH!r}: None` if you intend "
         "replication"
     )
-
-
-def _written(mesh_axes: tuple[str, ...]) -> str:
-    """Return mesh axes as a user writes them in a rule, with double quotes."""
-    written = entry(mesh_axes)
-    if isinstance(written, str):
-        return f'"{written}"'
-    return repr(written)

@@ -31,8 +31,6 @@ class _RuleStack(threading.local):
 
     def __init__(self) -> None:
         self.rules: list[list[Layout | None]] = []
-        # The layouts that caused a warning since the outermost rules were entered.
-        self.warned: set[Layout] = set()
 
 
 _STACK = _RuleStack()
@@ -57,27 +55,16 @@ def axis_rules(rules: LayoutLike) -> Iterator[None]:
     """
     layout = None if rules is None else as_layout(rules)
     before, entry = _RULES.get(), [layout]
-    # An interrupt may come while rules are entered or left, so they are left twice.
     try:
-        try:
-            _RULES.set(layout)
-            _STACK.rules.append(entry)
-            _tell_jax()
-            yield
-        finally:
-            _leave(before, entry)
+        _RULES.set(layout)
+        _STACK.rules.append(entry)
+        _tell_jax()
+        yield
     finally:
-        _leave(before, entry)
-
-
-def _leave(before: Layout | None, entry: list[Layout | None]) -> None:
-    """Leave the rules of `entry`, unless that is already done."""
-    _RULES.set(before)
-    # Entries are compared by identity, since another task may have entered equal rules meanwhile.
-    _STACK.rules[:] = [other for other in _STACK.rules if other is not entry]
-    if not _STACK.rules:
-        _STACK.warned.clear()
-    _tell_jax()
+        _RULES.set(before)
+        # Entries are compared by identity: another task may have entered equal rules meanwhile.
+        _STACK.rules[:] = [other for other in _STACK.rules if other is not entry]
+        _tell_jax()
 
 
 def _tell_jax() -> None:
@@ -102,21 +89,6 @@ def ambient_rules() -> Layout | None:
             "use `ft.jit(rules=...)`, or leave `ft.axis_rules` before `await`"
         )
     return rules
-
-
-def is_told_first(layout: Layout) -> bool:
-    """Record a warning about a layout, and return whether it is the first one to be shown.
-
-    A model constrains many activations, and is traced several times for one program, so one
-    mistake in its rules would cause the same warning many times. A warning is recorded until the
-    outermost rules are left. Outside `axis_rules`, each warning is the first.
-    """
-    if not _STACK.rules:
-        return True
-    if layout in _STACK.warned:
-        return False
-    _STACK.warned.add(layout)
-    return True
 
 
 def has_axis_rules() -> bool:

@@ -18,7 +18,7 @@ from functree.layout.decision import Decision, refuse
 from functree.layout.layout import Layout, LayoutLike, LayoutTree, as_layout, own_meshes
 from functree.layout.plan.make_plan import read_for
 from functree.layout.rules import activation, array_spec, forgotten_axes, forgotten_text, renamed
-from functree.placing.ambient import ambient_rules, has_axis_rules, is_told_first, spec
+from functree.placing.ambient import ambient_rules, has_axis_rules, spec
 from functree.tree.arrays import AnyArray, is_array
 from functree.tree.axes import Axes
 
@@ -55,8 +55,7 @@ def constrain(tree: T, layout: str | Axes | LayoutTree, rules: LayoutLike = None
     Warns:
         FunctreeWarning: if `batch` has no rule except `...: None`, and `FSDP` in the same layout
             shards parameters over a mesh axis that no rule uses. A batch that is sharded over
-            that mesh axis would be gathered. Until the outermost `ft.axis_rules` is left, the
-            warning appears once for each layout.
+            that mesh axis would be gathered.
 
     Examples:
         >>> rules = ft.AxisRules({"batch": "data", "embed": None})
@@ -123,9 +122,9 @@ def _by_axes(x: Any, axes: Axes, rules: LayoutLike) -> Any:
     except ShardingError as error:
         raise _refused(renamed(error.problems, what=leaf.text), view) from None
     forgotten = forgotten_axes(layout, axes, view)
-    if forgotten and is_told_first(layout):
-        what = f'the activation "{axes}"'
-        warn(f"constrain: {forgotten_text(what, forgotten)}")
+    if forgotten:
+        # The text names no activation, so Python shows it once for each line of the user's program.
+        warn(f"constrain: {forgotten_text('activations', forgotten)}")
     return with_constraint(x, mesh, spec)
 
 

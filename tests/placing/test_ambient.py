@@ -1,11 +1,8 @@
 """`axis_rules` and `spec`."""
 
 import asyncio
-import contextlib
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import FrameType
 from typing import Any
 
 import jax
@@ -17,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
 import functree as ft
-from functree.placing import ambient
 from functree.placing.ambient import ambient_rules
 from tests.lib.checks import raises
 from tests.lib.meshes import MESH, assert_lies, lay
@@ -42,47 +38,6 @@ def test_rules_end_with_their_context():
         ft.spec("batch")
     with ft.axis_rules(RULES), ft.axis_rules(None), pytest.raises(ft.ShardingError, match=told):
         ft.spec("batch")
-
-
-def test_an_interrupt_leaves_no_rules_entered():
-    """At each line of Python that enters or leaves them."""
-
-    class Interrupted(BaseException):
-        pass
-
-    def interrupted_at(line: int) -> bool:
-        """Whether there is such a line, counted from the first."""
-        left = line
-
-        def on_event(frame: FrameType, event: str, arg: object) -> Any:
-            nonlocal left
-            if event == "line" and frame.f_code.co_filename in (
-                ambient.__file__,
-                contextlib.__file__,
-            ):
-                left -= 1
-                if left == 0:
-                    raise Interrupted
-            return on_event
-
-        before = sys.gettrace()
-        sys.settrace(on_event)
-        try:
-            with ft.axis_rules(RULES):
-                pass
-        except Interrupted:
-            return True
-        finally:
-            sys.settrace(before)
-        return False
-
-    lines = 0
-    while interrupted_at(lines + 1):
-        lines += 1
-        assert ambient_rules() is None
-        with pytest.raises(ft.ShardingError, match="no ambient `AxisRules`"):
-            ft.spec("batch")
-    assert lines > 15
 
 
 # Tasks of asyncio take turns in one thread.
