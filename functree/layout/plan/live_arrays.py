@@ -1,5 +1,7 @@
 """`live_rows` shows how arrays are sharded now, as rows of a plan."""
 
+from collections.abc import Sequence
+
 import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
@@ -8,20 +10,17 @@ from functree.devices.meshes import Device, mesh_view
 from functree.devices.placement import other_memory
 from functree.devices.specs import of_rank
 from functree.labels.leaf import Leaf
-from functree.labels.leaves import Leaves
-from functree.labels.training_state import Scope, label_paths
 from functree.layout.plan.row import Row, row_of
 
 AnyMesh = Mesh | AbstractMesh
 
 
-def live_rows(leaves: Leaves) -> tuple[list[Row], AnyMesh | None]:
+def live_rows(leaves: Sequence[Leaf]) -> tuple[list[Row], AnyMesh | None]:
     """Return a row for each array's current sharding, and the mesh of the first array on a mesh."""
-    labeled = label_paths(leaves.leaves, leaves.training, Scope())
-    by_path = {leaf.path: leaf for leaf in labeled}
+    by_path = {leaf.path: leaf for leaf in leaves}
     first: AnyMesh | None = None
     rows: list[Row] = []
-    for leaf in labeled:
+    for leaf in leaves:
         row, mesh = _live_row(leaf)
         if first is None:
             first = mesh

@@ -20,6 +20,7 @@ from functree.devices.meshes import (
 from functree.errors import RuleError, ShardingError
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves, read
+from functree.labels.training_state import Scope, label_paths
 from functree.layout.decide import Decisions, decide_parts
 from functree.layout.decision import Decision, local_shape, parts_over, refuse
 from functree.layout.layout import LayoutTree, Part, broadcast, merge_names, own_meshes
@@ -165,7 +166,8 @@ def _row(leaf: Leaf, decision: Decision, view: MeshView) -> Row:
 def _live_plan(tree: Any, mesh: MeshLike) -> Plan:
     """Make a plan that shows how the arrays are sharded now."""
     leaves = read(tree)
-    rows, live_mesh = live_rows(leaves)
+    labeled = label_paths(leaves.leaves, leaves.training, Scope())
+    rows, live_mesh = live_rows(labeled)
     where = live_mesh if mesh is None else mesh
     # If no array is on a mesh, as on a single device, the plan's mesh has no axes.
     view = MeshView({}) if where is None else mesh_view(where)
