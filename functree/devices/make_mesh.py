@@ -8,9 +8,9 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from functree.argument_checks import is_size, shown
+from functree.argument_checks import FLAG, TEXT, Takes, check, is_size, shown
 from functree.devices.meshes import Device
-from functree.devices.targets import EXAMPLES, Target, target_devices
+from functree.devices.targets import Target, target_devices
 from functree.errors import ShardingError, count, did_you_mean
 
 
@@ -44,14 +44,28 @@ def make_mesh(
         ShardingError: if both `devices` and `target` are passed.
         ShardingError: if `target` is invalid.
         ShardingError: if the compiler for `target` is not installed, or cannot be loaded.
-        ShardingError: if an option has a value of the wrong type.
+        FunctreeError: if an option has a value of the wrong type.
 
     Examples:
         >>> dict(ft.make_mesh(data=2, model=4).shape)
         {'data': 2, 'model': 4}
     """
-    _check_options(explicit, devices, dcn, target)
-    _check_sizes(sizes)
+    check(
+        "make_mesh: invalid options (the name of an option cannot name a mesh axis)",
+        explicit=(explicit, FLAG),
+        devices=(devices, _DEVICES),
+        dcn=(dcn, _FACTORS),
+        target=(target, TEXT.or_none()),
+    )
+    if devices is not None and target is not None:
+        raise ShardingError(
+            "make_mesh: pass `devices` or `target`, not both, since a target has its own devices"
+        )
+    if not sizes:
+        raise ShardingError("make_mesh: pass at least one mesh axis, as in `ft.make_mesh(data=8)`")
+    for name, size in sizes.items():
+        if not is_size(size):
+            raise ShardingError(f"make_mesh({name}={size!r}): a size must be a positive integer")
     # NumPy integers are accepted, since `np.prod` returns one.
     sizes = {name: int(size) for name, size in sizes.items()}
     chosen = _first_devices(sizes, devices, target)
@@ -68,12 +82,10 @@ def make_mesh(
         return Mesh(grid, names, axis_types=types)
 
 
-def _check_sizes(sizes: Mapping[str, object]) -> None:
-    if not sizes:
-        raise ShardingError("make_mesh: pass at least one mesh axis, as in `ft.make_mesh(data=8)`")
-    for name, size in sizes.items():
-        if not is_size(size):
-            raise ShardingError(f"make_mesh({name}={size!r}): a size must be a positive integer")
+_DEVICES = Takes(
+    "a sequence of devices", lambda value: isinstance(value, Sequence | np.ndarray)
+).or_none()
+_FACTORS = Takes("a dict of factors", lambda value: isinstance(value, Mapping)).or_none()
 
 
 def _first_devices(
@@ -107,28 +119,6 @@ def _first_devices(
             have = f"`devices` contains {len(available)}: pass more devices, or use smaller sizes"
         raise ShardingError(f"make_mesh: {requested} needs {count(needed, 'device')}, but {have}")
     return available[:needed]
-
-
-def _check_options(explicit: object, devices: object, dcn: object, target: object) -> None:
-    """Raise ShardingError for an option of the wrong type, or for `devices` with a `target`."""
-    for name, given, fits in (
-        ("explicit", explicit, isinstance(explicit, bool)),
-        ("devices", devices, devices is None or isinstance(devices, Sequence | np.ndarray)),
-        ("dcn", dcn, dcn is None or isinstance(dcn, Mapping)),
-        ("target", target, target is None or isinstance(target, str)),
-    ):
-        if not fits:
-            remedy = "; pass a value of the option's type, or rename the mesh axis"
-            if name == "target":
-                remedy = f"; write {EXAMPLES}"
-            raise ShardingError(
-                f"make_mesh({name}={given!r}): `{name}` is an option, so it cannot name a mesh axis"
-                f"{remedy}"
-            )
-    if devices is not None and target is not None:
-        raise ShardingError(
-            "make_mesh: pass `devices` or `target`, not both, since a target has its own devices"
-        )
 
 
 def _grid(

@@ -45,7 +45,6 @@ def test_takes_the_devices_of_another_mesh():
         ({"data": 0}, r"make_mesh\(data=0\): a size must be a positive integer"),
         ({"data": True}, r"make_mesh\(data=True\): a size must be a positive integer"),
         ({}, "at least one mesh axis"),
-        ({"devices": 8, "data": 2}, "devices=8.*is an option, so it cannot name a mesh axis"),
         (
             {"data": 8, "dcn": {"dta": 2}},
             "`dcn` names `dta`, which is not an axis of the mesh; did you mean `data`",
@@ -57,6 +56,13 @@ def test_takes_the_devices_of_another_mesh():
 def test_refuses(sizes, message: str):
     with pytest.raises(ft.ShardingError, match=message):
         ft.make_mesh(**sizes)
+
+
+def test_refuses_options_of_the_wrong_type():
+    message = r"the name of an option cannot name a mesh axis\)\n\n  devices=8"
+    with pytest.raises(ft.FunctreeError, match=message) as refused:
+        ft.make_mesh(data=2, devices=8, target=8)  # pyright: ignore[reportArgumentType]
+    assert isinstance(refused.value, TypeError) and len(refused.value.problems) == 2
 
 
 def test_dcn_crosses_slices_only_on_its_axis():
