@@ -14,8 +14,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from functree.devices.targets import log_folders
-
 
 class CompilerOutput:
     """The text written to standard error while a context was active.
@@ -51,11 +49,9 @@ def listening() -> Iterator[CompilerOutput]:
 
 
 def _log_files() -> list[Path]:
-    """Find this process's warning logs."""
-    files: list[Path] = []
-    for folder in log_folders:
-        files += folder.glob(f"*.log.WARNING.*.{os.getpid()}")
-    return files
+    """Find this process's warning logs. Only the TPU compiler writes them."""
+    folder = Path(os.environ.get("TPU_LOG_DIR", "/tmp/tpu_logs"))
+    return list(folder.glob(f"*.log.WARNING.*.{os.getpid()}"))
 
 
 class _StandardError:

@@ -1,16 +1,12 @@
 """A target is an accelerator that you don't have: its name ─► devices to compile programs for."""
 
-import atexit
 import functools
 import importlib.util
 import math
 import os
 import re
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NamedTuple, Self
 
 import jax
@@ -241,8 +237,9 @@ class Target(NamedTuple):
             raise ShardingError(
                 f"target={shown(text)}: `{kind[:40]}` is not one of {', '.join(kinds)}{near}"
             )
-        if _SHAPES[platform].fullmatch(shape) is None:
-            raise ShardingError(f"target={shown(text)}: {_how_to_write(platform, kind)}")
+        pattern, remedy = _SHAPES[platform]
+        if re.fullmatch(pattern, shape) is None:
+            raise ShardingError(f"target={shown(text)}: {remedy} after the last colon")
         return cls(text, platform, kind, _sizes(text, shape))
 
     @property
@@ -251,29 +248,22 @@ class Target(NamedTuple):
         return math.prod(self.shape) * _DEVICES_OF_A_CHIP.get(self.kind, 1)
 
 
-# `\d` would match the digits of all scripts.
+# For each platform, a shape and how to write it. `\d` would match the digits of all scripts, and
+# Python refuses to parse a number with thousands of digits.
+_SIZE = "[1-9][0-9]{0,9}"
 _SHAPES = {
-    "tpu": re.compile("[1-9][0-9]*(x[1-9][0-9]*){1,2}"),
-    "cuda": re.compile("[1-9][0-9]*"),
+    "tpu": (f"{_SIZE}(x{_SIZE}){{1,2}}", "write the slice's shape, such as `16x16` or `4x4x8`,"),
+    "cuda": (_SIZE, "write the number of GPUs, such as `8`,"),
 }
-
-
-def _how_to_write(platform: str, kind: str) -> str:
-    if platform == "tpu":
-        return "write the slice's shape at the end, such as `16x16` or `4x4x8`"
-    return f"write the number of GPUs at the end, as in `cuda:{kind}:8`"
 
 
 def _sizes(text: str, shape: str) -> tuple[int, ...]:
     """Parse the sizes of a shape."""
-    numbers = shape.split("x")
-    # Digits are counted first, since Python refuses to parse a number with thousands of digits.
-    too_long = max(map(len, numbers)) > len(str(MOST_CHIPS))
-    if too_long or math.prod(map(int, numbers)) > MOST_CHIPS:
+    sizes = tuple(map(int, shape.split("x")))
+    if math.prod(sizes) > MOST_CHIPS:
         raise ShardingError(
             f"target={shown(text)}: a target has at most {MOST_CHIPS:,} chips or GPUs: use fewer"
         )
-    sizes = tuple(map(int, numbers))
     if len(sizes) == 1 and sizes[0] > GPUS_OF_A_HOST and sizes[0] % GPUS_OF_A_HOST:
         raise ShardingError(
             f"target={shown(text)}: for more than {GPUS_OF_A_HOST} GPUs, use a multiple of "
@@ -308,29 +298,12 @@ def _tpus(target: Target) -> tuple[Device, ...]:
         options["chip_config_name"] = "megacore"
     name = f"{target.kind}:{'x'.join(map(str, target.shape))}"
     try:
-        with _environment({**_WITHOUT_TPU, "TPU_LOG_DIR": _tpu_logs()}):
+        with _environment(_WITHOUT_TPU):
             return tuple(topologies.get_topology_desc(name, "tpu", **options).devices)
     except jax.errors.JaxRuntimeError as error:  # only this compiler has a list of slices
         raise ShardingError(
             f"target={target.text!r}: the TPU compiler does not support this slice: {error}"
         ) from error
-
-
-@functools.cache
-def _tpu_logs() -> str:
-    """Create a folder for the TPU compiler's logs.
-
-    The compiler reads the folder's path only once, when it is loaded.
-    """
-    folder = tempfile.mkdtemp(prefix="functree-tpu-logs-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    log_folders.append(Path(folder))
-    # The compiler writes to the user's folder if the user set one, or to `/tmp/tpu_logs` if the
-    # compiler was already loaded.
-    if os.environ.get("TPU_LOG_DIR"):
-        log_folders.append(Path(os.environ["TPU_LOG_DIR"]))
-    log_folders.append(Path("/tmp/tpu_logs"))
-    return folder
 
 
 def _gpus(target: Target) -> tuple[Device, ...]:
@@ -363,7 +336,3 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
     finally:
         for name in new:
             os.environ.pop(name, None)
-
-
-log_folders: list[Path] = []
-"""The folders to which compilers in this process may write logs instead of to standard error."""
