@@ -8,7 +8,6 @@ import html
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from itertools import chain, product
@@ -180,9 +179,9 @@ def table_html(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 OPEN_LINES = 48
-"""The maximum number of lines that an opened tree shows at first, unless its first level has more.
+"""The maximum number of lines of a tree that is shown open.
 
-Levels open completely or not at all.
+Of a larger tree, only the first level is open.
 """
 
 
@@ -206,27 +205,6 @@ class TreeLeaf(NamedTuple):
     copies: int = 0
 
 
-@dataclass(frozen=True)
-class _Node:
-    """A subtree.
-
-    Attributes:
-        name: the text of its keys, relative to the parent.
-        depth: the number of keys of its path.
-        leaves: all its lines.
-        inside: its direct lines and subtrees, in order.
-    """
-
-    name: str
-    depth: int
-    leaves: Sequence[TreeLeaf]
-    inside: "Sequence[_Node | TreeLeaf]"
-
-    def subtrees(self) -> list["_Node"]:
-        """Return the direct subtrees."""
-        return [child for child in self.inside if isinstance(child, _Node)]
-
-
 class _Look(NamedTuple):
     """The settings for a tree's lines.
 
@@ -234,13 +212,15 @@ class _Look(NamedTuple):
         whole: the bytes of the whole tree.
         most: the bytes of a leaf's longest bar.
         noun: the noun for an item that a leaf stands for: `array`.
-        levels: the number of open levels.
+        own: the number of keys at the end of a path that belong to the leaf.
+        inside: the attribute that opens the subtrees below the root, or an empty string.
     """
 
     whole: int
     most: int
     noun: str
-    levels: int
+    own: int
+    inside: str
 
 
 def tree_html(
@@ -259,73 +239,47 @@ def tree_html(
         noun: the noun for an item that a leaf stands for: `array`.
         named: whether the last key of a leaf's path names the leaf. Otherwise, the path belongs to
             a subtree, which may have several leaves.
-        opened: whether some levels are open.
+        opened: whether the tree is open, as far as `OPEN_LINES` allows.
     """
     if not leaves:
         return ""
-    root = _node(title, leaves, 0, int(named))
-    most = max(leaf.size for leaf in leaves)
-    levels = _levels(root) if opened else 0
-    look = _Look(sum(leaf.size for leaf in leaves), most, noun, levels)
-    return f'<div class="tree">{_node_html(root, 0, look)}</div>'
+    sizes = [leaf.size for leaf in leaves]
+    is_open = " open" if opened else ""
+    inside = is_open if len(leaves) <= OPEN_LINES else ""
+    look = _Look(sum(sizes), max(sizes), noun, int(named), inside)
+    return f'<div class="tree">{_subtree_html(title, leaves, 0, look, is_open)}</div>'
 
 
-def _node(name: str, leaves: Sequence[TreeLeaf], depth: int, own: int) -> _Node:
-    """Build the subtree of some leaves whose paths have the same keys up to a depth.
+def _subtree_html(
+    name: str, leaves: Sequence[TreeLeaf], depth: int, look: _Look, is_open: str
+) -> str:
+    """Render the subtree of some leaves whose paths have the same keys up to a depth.
 
     A subtree with one line becomes that line. A subtree that contains only one subtree merges with
     that subtree.
-
-    Args:
-        name: the name of the subtree.
-        leaves: the leaves.
-        depth: the depth.
-        own: the number of keys at the end of a path that belong to the leaf.
     """
 
-    def subtree(leaf: TreeLeaf) -> object:
-        if depth < len(leaf.parts) - own:
+    def key(leaf: TreeLeaf, depth: int) -> object:
+        if depth < len(leaf.parts) - look.own:
             return leaf.parts[depth]
         return object()  # a leaf without a subtree
 
-    inside: list[_Node | TreeLeaf] = []
-    for group in grouped(leaves, subtree):
-        if len(group) == 1:
-            inside += group
-        else:
-            inside.append(_node(group[0].parts[depth], group, depth + 1, own))
-    only = inside[0]
-    if depth and len(inside) == 1 and isinstance(only, _Node):
-        return replace(only, name=f"{name}.{only.name}")
-    return _Node(name, depth, leaves, inside)
-
-
-def _levels(root: _Node) -> int:
-    """Count the levels that can be open without showing too many lines."""
-    shown, levels, level = 0, 0, [root]
-    while level:
-        shown += sum(len(node.inside) for node in level)
-        if shown > OPEN_LINES and levels:
-            break
-        levels += 1
-        level = list(chain.from_iterable(node.subtrees() for node in level))
-    return levels
-
-
-def _node_html(node: _Node, level: int, look: _Look) -> str:
-    opened = " open" if level < look.levels else ""
     content = ""
-    for inner in node.inside:
-        if isinstance(inner, _Node):
-            content += _node_html(inner, level + 1, look)
-        else:
-            content += _leaf_html(inner, node.depth, look)
-    size = sum(leaf.size for leaf in node.leaves)
-    number = count(sum(leaf.number for leaf in node.leaves), look.noun)
-    bar = bar_html([Segment(node.name, size, "p5")], look.whole)
-    title = f'<span>{code(node.name)} <span class="muted">{number}</span></span>'
+    for group in grouped(leaves, lambda leaf: key(leaf, depth)):
+        if len(group) == 1:
+            content += _leaf_html(group[0], depth, look)
+            continue
+        end = depth + 1
+        while len({key(leaf, end) for leaf in group}) == 1:
+            end += 1
+        inner = ".".join(group[0].parts[depth:end])
+        content += _subtree_html(inner, group, end, look, look.inside)
+    size = sum(leaf.size for leaf in leaves)
+    number = count(sum(leaf.number for leaf in leaves), look.noun)
+    bar = bar_html([Segment(name, size, "p5")], look.whole)
+    title = f'<span>{code(name)} <span class="muted">{number}</span></span>'
     return (
-        f"<details{opened}><summary>{title}"
+        f"<details{is_open}><summary>{title}"
         f'<span class="size num">{bytes_text(size)}{bar}</span></summary>{content}</details>'
     )
 
