@@ -30,7 +30,7 @@ from functree.devices.meshes import MeshView
 from functree.errors import FunctreeTypeError, count
 from functree.layout.plan.page import PlanPage
 from functree.layout.plan.plan import Plan
-from functree.report.diff import Change, Diff, SharedWhat, by_bytes, changes
+from functree.report.diff import Change, Diff, by_bytes, changes
 from functree.report.json_text import json_of, read_json
 from functree.report.page import (
     Card,
@@ -325,7 +325,7 @@ def _what(key: _Key, of: str = "") -> str:
     text = f"{of}{kind} over {axes_text(axes)}"
     if phase:
         text += f" ({phase})"
-    return SharedWhat.of(f"{text} for ", paths) if len(paths) > 1 else text
+    return f"{text} for {', '.join(map(str, paths))}" if len(paths) > 1 else text
 
 
 MOST_ROWS = 200

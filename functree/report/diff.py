@@ -2,13 +2,15 @@
 
 import html
 import math
+import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from functree.report.page import Segment, bar_html, code, leaf_html, notes_html, report_html
 from functree.report.table import (
     Bytes,
+    alternatives,
     but_for_key,
     bytes_text,
     common_path,
@@ -38,26 +40,6 @@ class Change(NamedTuple):
     what: str
     before: Any
     after: Any
-
-
-class SharedWhat(str):
-    """The property of a change that concerns several leaves. The text ends with their paths.
-
-    Attributes:
-        beginning: the text before the paths.
-        paths: the paths of the leaves.
-    """
-
-    # The class derives from `str`, so that code that reads a `Change` can treat it as text.
-    beginning: str
-    paths: tuple[Path, ...]
-
-    @classmethod
-    def of(cls, beginning: str, paths: Sequence[Path]) -> Self:
-        """Build the text from its beginning and the paths."""
-        what = cls(beginning + ", ".join(map(str, paths)))
-        what.beginning, what.paths = beginning, tuple(paths)
-        return what
 
 
 @dataclass(frozen=True)
@@ -181,21 +163,21 @@ def _but_for_indices(row: Change) -> Hashable:
 
 
 def _change(row: Change) -> tuple[Hashable, ...]:
-    what = row.what
-    if isinstance(what, SharedWhat):
-        what = what.beginning, *map(pattern_of, what.paths)
     # Values are compared as text, because a dict of mesh axes has no hash.
-    return what, *map(_exact, row[2:])
+    return _INDEX.sub("*", row.what), *map(_exact, row[2:])
+
+
+# A property may list the paths of several leaves: `all-reduce over data for b.0.q, b.0.k`.
+_INDEX = re.compile(r"(?<=\.)(\d+)\b")
 
 
 def _common_what(rows: Sequence[Change]) -> str:
     """Format a property that several changes share: `... for b.{0-3}.q, b.{0-3}.k`."""
-    what = rows[0].what
-    if not isinstance(what, SharedWhat):
-        return what
-    # These properties have equally many paths, since they differ only in indices.
-    shared = [row.what.paths for row in rows if isinstance(row.what, SharedWhat)]
-    return what.beginning + ", ".join(map(common_path, zip(*shared, strict=True)))
+    what = ""
+    # The texts are equal but for the indices, which are every second part.
+    for position, parts in enumerate(zip(*[_INDEX.split(row.what) for row in rows], strict=True)):
+        what += alternatives(list(map(int, parts))) if position % 2 else parts[0]
+    return what
 
 
 def _exact(value: object) -> str:
