@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 from functree.report.page import Segment, bar_html, code, leaf_html, notes_html, report_html
@@ -14,11 +15,9 @@ from functree.report.table import (
     but_for_key,
     bytes_text,
     common_path,
-    common_unit,
     grouped,
     paragraphs,
     pattern_of,
-    text_in_unit,
 )
 from functree.tree.paths import Path
 
@@ -57,7 +56,7 @@ class Diff:
         >>> print(before.diff(after))
         on each device: 64 B → 256 B (+300 %)
         w: spec P('model', None) → P(None, None)
-        w: bytes on each device 64 B → 256 B
+        w: bytes on each device 64 B → 256 B (+300 %)
         >>> print(before.diff(before))
         nothing differs
         >>> bool(before.diff(before))
@@ -81,7 +80,7 @@ class Diff:
         for line in self.folded():
             path = f"{line.path}: " if line.path else ""
             times = f" (×{line.rows})" if line.rows > 1 else ""
-            yield f"{path}{line.what} {line.before} → {line.after}{times}"
+            yield f"{path}{line.what} {line.change}{times}"
 
     def total_lines(self) -> Iterator[str]:
         """Yield a line for each total."""
@@ -89,30 +88,30 @@ class Diff:
             if before == after:
                 yield f"{what}: {before} in both"
             else:
-                yield f"{what}: {before} → {after}{_percent(before, after)}"
+                yield f"{what}: {_change_text(before, after)}"
 
     def folded(self) -> Iterator["Folded"]:
-        """Yield a line for each group of equal changes, across layers and a module's parameters.
-
-        For easy comparison, all lines share a unit of bytes, except lines with far fewer bytes.
-        """
-        # This is the unit of the largest change, since a size may be far larger than all changes.
-        unit = common_unit(_grown([row]) or 0 for row in self.rows)
+        """Yield a line for each group of equal changes, across layers and a module's parameters."""
         for rows in _alike(self.rows):
             path, _, before, after = rows[0]
             name = common_path([row.path for row in rows]) if path else ""
-            sizes = [value for value in (before, after) if isinstance(value, Bytes)]
-            # In a common unit, 40 B could be `3.81e-05 MiB`.
-            line_unit = None if sizes and min(sizes) * 100 < 1024**unit else unit
-            texts = _text(before, line_unit), _text(after, line_unit)
-            yield Folded(name, _common_what(rows), *texts, len(rows), _grown(rows))
+            change = _change_text(before, after)
+            yield Folded(name, _common_what(rows), change, len(rows), _grown(rows))
 
     def html(self) -> str:
         """Render the differences as an HTML page, with a bar for each change in bytes."""
-        return diff_html(self, page=True)
+        return self._html(page=True)
 
     def _repr_html_(self) -> str:
-        return diff_html(self, page=False)
+        return self._html(page=False)
+
+    def _html(self, page: bool) -> str:
+        lines = list(self.folded())
+        most = max((abs(line.grown) for line in lines if line.grown is not None), default=0)
+        content = "".join(_line_html(line, most) for line in lines)
+        notes = self.total_lines() if lines else [NOTHING]
+        sections = notes_html([], notes) + f"<section>{content}</section>"
+        return report_html("Differences", "", sections, page)
 
 
 NOTHING = "nothing differs"
@@ -125,16 +124,14 @@ class Folded(NamedTuple):
     Attributes:
         path: the common path; empty if the changes do not concern single leaves.
         what: the property.
-        before: its value before.
-        after: its value after.
+        change: its values before and after, and the change of a number of bytes in percent.
         rows: the number of changes.
         grown: the increase in bytes, summed over the changes; None if the values are not bytes.
     """
 
     path: str
     what: str
-    before: str
-    after: str
+    change: str
     rows: int
     grown: int | None
 
@@ -195,63 +192,29 @@ def _grown(rows: Sequence[Change]) -> int | None:
 def by_bytes(rows: Sequence[Change]) -> tuple[Change, ...]:
     """Sort changes by bytes, largest first; the bytes of changes on one line are added up.
 
-    Other numbers, such as a collective's runs, follow the previous change if both concern the same
-    leaf, or if neither concerns a leaf. Otherwise, they come last. All other changes, such as
-    a different mesh, come first.
+    Changes of other numbers, such as a collective's runs, come last. All other changes, such as a
+    different mesh, come first.
     """
-    sizes: dict[Hashable, int | None] = {}
-    for alike in _alike(rows):
-        sizes |= dict.fromkeys(map(_but_for_indices, alike), _grown(alike))
-    weighed: list[tuple[float, Change]] = []
-    for row in rows:
-        grown = sizes[_but_for_indices(row)]
+
+    def weight(alike: Sequence[Change]) -> float:
+        grown = _grown(alike)
         if grown is not None:
-            weight = abs(grown)
-        elif isinstance(row.before, int) and isinstance(row.after, int):
-            weight = _weight_before(weighed, row.path)
-        else:
-            weight = math.inf
-        weighed.append((weight, row))
-    return tuple(row for _, row in sorted(weighed, key=lambda item: -item[0]))
+            return abs(grown)
+        return 0 if isinstance(alike[0].before, int) else math.inf
+
+    return tuple(chain.from_iterable(sorted(_alike(rows), key=weight, reverse=True)))
 
 
-def _weight_before(weighed: Sequence[tuple[float, Change]], path: Path) -> float:
-    """Return the last change's weight if it is finite and concerns this leaf, or 0 otherwise."""
-    if not weighed:
-        return 0
-    weight, last = weighed[-1]
-    if weight == math.inf or last.path != path:
-        return 0
-    return weight
-
-
-def _percent(before: int, after: int) -> str:
-    """Return a total's change in percent, ` (−50 %)`, or an empty string if `before` is 0."""
-    if not before:
-        return ""
+def _change_text(before: object, after: object) -> str:
+    """Format a change; a change of bytes ends with ` (−50 %)`, unless `before` is 0 or None."""
+    texts = ["nothing" if value is None else str(value) for value in (before, after)]
+    text = " → ".join(texts)
+    if not isinstance(before, Bytes) or not isinstance(after, Bytes) or not before:
+        return text
     percent = 100 * abs(after - before) / before
+    digits = f"{percent:,.0f}" if percent >= 1 else f"{percent:.1g}"
     sign = "−" if after < before else "+"
-    return f" ({sign}{percent:,.0f} %)" if percent >= 1 else f" ({sign}{percent:.1g} %)"
-
-
-def _text(value: object, unit: int | None) -> str:
-    """Format a value. Bytes use the given unit, or the unit that fits them."""
-    if value is None:
-        return "nothing"
-    if isinstance(value, Bytes) and unit is not None:
-        return text_in_unit(value, unit)
-    return str(value)
-
-
-def diff_html(diff: Diff, page: bool) -> str:
-    """Render differences as HTML; `page` selects a full page, not a fragment."""
-    lines = list(diff.folded())
-    most = max((abs(line.grown) for line in lines if line.grown is not None), default=0)
-    content = "".join(_line_html(line, most) for line in lines)
-    if not lines:
-        content = notes_html([], [NOTHING])
-    head = notes_html([], diff.total_lines() if lines else [])
-    return report_html("Differences", head, f"<section>{content}</section>", page)
+    return f"{text} ({sign}{digits} %)"
 
 
 def _line_html(line: Folded, most: int) -> str:
@@ -260,7 +223,7 @@ def _line_html(line: Folded, most: int) -> str:
     text += html.escape(line.what)
     if line.rows > 1:
         text += f' <span class="muted">×{line.rows}</span>'
-    text += f'<div class="why">{html.escape(line.before)} → {html.escape(line.after)}</div>'
+    text += f'<div class="why">{html.escape(line.change)}</div>'
     if line.grown is None:
         return leaf_html(line.path, text, "")
     # Increases and decreases differ in color.

@@ -166,40 +166,11 @@ def _ranges(indices: Sequence[int]) -> str:
     return ",".join(texts)
 
 
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-
-
 class Bytes(int):
     """A number of bytes, with its own type to distinguish it from other numbers."""
 
     def __str__(self) -> str:
         return bytes_text(self)
-
-
-def common_unit(sizes: Iterable[int]) -> int:
-    """Return the index in `UNITS` of the unit for the largest of some sizes."""
-    largest, unit = max(map(abs, sizes), default=0), 0
-    while largest >= 1024 and unit < len(UNITS) - 1:
-        largest /= 1024
-        unit += 1
-    return unit
-
-
-def text_in_unit(size: int, unit: int) -> str:
-    """Format a number of bytes in a unit, to at least three significant digits: `0.00391 MiB`.
-
-    >>> (
-    ...     text_in_unit(4096, 2),
-    ...     text_in_unit(3 * 2**20, 2),
-    ...     text_in_unit(5000, 0),
-    ... )
-    ('0.00391 MiB', '3 MiB', '5,000 B')
-    """
-    number = size / 1024**unit
-    text = f"{number:.3g}"
-    if abs(number) >= 100:
-        text = f"{number:,.0f}"
-    return f"{text} {UNITS[unit]}"
 
 
 def bytes_text(size: int) -> str:

@@ -9,9 +9,7 @@ from functree.report.table import (
     bytes_text,
     columns,
     common_path,
-    common_unit,
     row_lines,
-    text_in_unit,
     width,
     wrapped,
 )
@@ -25,12 +23,6 @@ from functree.report.table import (
 )  # fmt: skip
 def test_sizes(size: int, text: str) -> None:
     assert bytes_text(size) == text
-
-
-def test_the_largest_unit() -> None:
-    sizes = 2**30, 3 * 2**50
-    assert text_in_unit(sizes[1], common_unit(sizes)) == "3,072 TiB"
-    assert [common_unit([size]) for size in (1023, 1024, 2**20 - 1, 2**20)] == [0, 1, 1, 2]
 
 
 def paths(*several: str) -> list[ft.Path]:
