@@ -23,45 +23,19 @@ T = TypeVar("T")
 FORMAT = 1
 """The version of the format. It increases if older versions of functree cannot read the JSON."""
 
-MOST_LEVELS = 100
-"""The maximum number of levels of nested lists and objects.
-
-Functions that read, write or print JSON are recursive. The maximum is far below Python's recursion
-limit, and far more than any plan or ledger needs.
-"""
-
 
 def parsed(text: str | bytes) -> Any:
     """Parse JSON.
 
     Raises:
         ValueError: if the text is not JSON.
-        ValueError: if the JSON is nested more than `MOST_LEVELS` levels deep.
+        ValueError: if the JSON is nested too deep for Python.
         ValueError: if an object repeats a name. JSON readers differ in which value they use.
     """
     try:
-        value = json.loads(text, object_pairs_hook=_object)
+        return json.loads(text, object_pairs_hook=_object)
     except RecursionError:
-        raise _too_deep() from None
-    inside = [value]
-    for _ in range(MOST_LEVELS):
-        inside = [container for outer in inside for container in _containers(outer)]
-        if not inside:
-            return value
-    raise _too_deep()
-
-
-def _too_deep() -> ValueError:
-    return ValueError(f"it is nested more than {MOST_LEVELS} levels deep")
-
-
-def _containers(value: Any) -> list[Any]:
-    """Return the lists and objects in a value."""
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, list):
-        return []
-    return [item for item in value if isinstance(item, list | dict)]
+        raise ValueError("it is nested too deep") from None
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -157,12 +131,8 @@ def read_value(data: Any, kind: str, cls: type[T]) -> T:
         raise FunctreeValueError(f"the JSON of this {kind} has format {version!r}, but {readable}")
     try:
         return _read(data, cls, "")
-    except _MisfitError as error:
+    except FunctreeValueError as error:
         raise FunctreeValueError(f"invalid {kind} JSON: {error}") from error
-
-
-class _MisfitError(Exception):
-    """An error for a JSON value that is missing or has the wrong type."""
 
 
 def _read(value: Any, hint: Any, where: str) -> Any:
@@ -199,11 +169,8 @@ def _read(value: Any, hint: Any, where: str) -> Any:
         if name in value:
             fields[name] = _read(value[name], _hints(hint)[name], _at(where, name))
         elif default is inspect.Parameter.empty:
-            raise _MisfitError(f"{f'`{where}`' if where else 'it'} has no `{name}`")
-    try:
-        return hint(**fields)
-    except FunctreeValueError as error:
-        raise _MisfitError(str(error)) from error
+            raise FunctreeValueError(f"{f'`{where}`' if where else 'it'} has no `{name}`")
+    return hint(**fields)
 
 
 def _read_one_of(value: Any, hints: Sequence[Any], where: str) -> Any:
@@ -224,10 +191,10 @@ def _plain(value: Any, kind: type, where: str) -> Any:
     """
     # `isinstance` would accept booleans as integers.
     if type(value) is not kind:
-        raise _MisfitError(f"`{where}` is {value_text(value)}, not {_NAMES[kind]}")
+        raise FunctreeValueError(f"`{where}` is {value_text(value)}, not {_NAMES[kind]}")
     # The bound exceeds the size of any array, and a float can still represent it.
     if kind is int and not 0 <= value < 2**100:
-        raise _MisfitError(f"`{where}` is {value_text(value)}, not a size")
+        raise FunctreeValueError(f"`{where}` is {value_text(value)}, not a size")
     return value
 
 
@@ -263,13 +230,13 @@ def _dtype(text: str) -> Any:
     if text.startswith("key<"):
         implementation = key_implementation(text)
         if implementation is None:
-            raise _MisfitError(f"unknown kind of random key: {text}")
+            raise FunctreeValueError(f"unknown kind of random key: {text}")
         return jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype
     try:
         return jnp.dtype(text)
     # NumPy parses more than names, such as `(3,)f4`, and raises several classes of errors.
     except (TypeError, ValueError, SyntaxError) as error:
-        raise _MisfitError(f"unknown dtype {text!r}") from error
+        raise FunctreeValueError(f"unknown dtype {text!r}") from error
 
 
 def key_implementation(dtype: Any) -> str | None:

@@ -44,9 +44,10 @@ DATA = {
 }
 REPORT = Report({"data": 2}, (Row(Path("w"), ft.P("data", None, ("a", "b")), True),), None, 2**70)
 # What `json.dumps` does not write
-TEXTS = {'"more": {}': '"more": {"a": 1, "a": 2}'}
-for value, levels in (("null", 100), ("true", 10**5)):
-    TEXTS[f'"more": {value}'] = f'"more": {"[" * levels + "]" * levels}'
+TEXTS = {
+    '"more": {}': '"more": {"a": 1, "a": 2}',
+    '"more": null': f'"more": {"[" * 10**5 + "]" * 10**5}',
+}
 
 
 def text(**changes: Any) -> str:
@@ -131,8 +132,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no size": ({"size": -1}, "`size` is -1, not a size"),
     "a size that no float has": ({"size": 10**400}, "`size` is 1000"),
     "a name twice": ({"more": {}}, 'not plan JSON: an object repeats the name "a"'),
-    "too deep": ({"more": None}, "it is nested more than 100 levels deep"),
-    "far too deep": ({"more": True}, "it is nested more than 100 levels deep"),
+    "too deep": ({"more": None}, "it is nested too deep"),
     "a wrong element of one of several": (
         {"rows": [ROW | {"spec": [["a", None]]}]},
         "`rows.0.spec.0.1` is null, not a string",

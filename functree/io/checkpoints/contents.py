@@ -20,7 +20,6 @@ from functree.labels.leaves import read
 from functree.layout.plan.live_arrays import live_rows
 from functree.processes.agreement import Facts
 from functree.processes.digest import digest
-from functree.report.json_text import MOST_LEVELS
 from functree.tree.arrays import Tree
 from functree.tree.paths import Path
 
@@ -154,12 +153,17 @@ def _is_readable(path: Path) -> bool:
         return False
 
 
+# JSON is written and read recursively, far below Python's recursion limit.
+_MOST_LEVELS = 50
+
+
 def _check_meta(meta: object) -> None:
     """Raise a CheckpointError for values that JSON cannot hold, or would change."""
-    for where, value in _not_json(meta, "meta", MOST_LEVELS // 2):
+    for where, value in _not_json(meta, "meta", _MOST_LEVELS):
         if isinstance(value, dict | list):
-            most = MOST_LEVELS // 2
-            raise CheckpointError(f"`meta` is nested more than {most} levels deep: flatten it")
+            raise CheckpointError(
+                f"`meta` is nested more than {_MOST_LEVELS} levels deep: flatten it"
+            )
         raise CheckpointError(
             f"{where} is {shown(value)}, which is not JSON: use strings, numbers, lists and dicts"
         )
