@@ -26,20 +26,21 @@ returns a function and its arguments:
       return step, (state(), jax.ShapeDtypeStruct((64, 1025), jnp.int32))
 """
 
+import math
 import os
 import sys
 import traceback
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
-from functree.cli.factory import check_devices, is_call, made, made_call, prepare
+from functree.cli.factory import is_call, made, made_call
 from functree.cli.failure import (
     FINE,
     INTERRUPTED,
@@ -54,14 +55,12 @@ from functree.cli.parser import (
     NO_LAYOUT,
     given_layout,
     given_layouts,
-    mesh_or_devices,
-    mesh_sizes,
     parsed,
 )
 from functree.compiled.ledger import Ledger
 from functree.devices.make_mesh import make_mesh
 from functree.devices.targets import Target
-from functree.errors import FunctreeError, FunctreeWarning
+from functree.errors import FunctreeError, FunctreeWarning, count
 from functree.explorer.explore import NOT_COMPILED, explore
 from functree.explorer.ranking import Ranking
 from functree.explorer.step import Step
@@ -98,16 +97,24 @@ def plan(options: Namespace) -> Outcome:
       functree plan demo:state --mesh data=8,model=4 \\
           --rules batch=data,hidden=model,...=none --html plan.html
     """
-    layout = given_layout(options)
+    layout, sizes = given_layout(options), options.mesh
     if layout is None:
         raise Failure(NO_LAYOUT)
+    if options.target is not None:
+        with refusing():
+            target = Target.read(options.target)
+        if math.prod(sizes.values()) != target.size:
+            raise Failure(
+                f"--target {target.text} has {target.size} devices, but the mesh has "
+                f"{math.prod(sizes.values())}: change one of them"
+            )
     tree, note = made(options.factory), ""
     if is_call(tree):
         tree, note = tree[1][0], "this is the plan of the function's first argument"
         if isinstance(layout, tuple) and layout:  # one layout for each argument
             layout = layout[0]
     with refusing():
-        report = plan_tree(tree, layout, options.mesh[0], check=False)
+        report = plan_tree(tree, layout, sizes, check=False)
     return Outcome(report, PROBLEMS if report.problems else FINE, note)
 
 
@@ -143,12 +150,12 @@ def explained(options: Namespace) -> Outcome:
 def _step(options: Namespace) -> tuple[Step, dict[str, Any]]:
     """Build the step of a command, and its options for `ft.jit`."""
     layout = given_layout(options)
-    if not options.mesh and (layout is not None or options.target is not None):
+    if options.mesh is None and (layout is not None or options.target is not None):
         raise Failure("a layout and --target need a mesh: add `--mesh data=8,model=4`")
     given: dict[str, Any] = {}
-    for sizes in options.mesh:
+    if options.mesh is not None:
         with refusing():  # invalid names of mesh axes, or a missing compiler
-            given["mesh"] = make_mesh(target=options.target, **sizes)
+            given["mesh"] = make_mesh(target=options.target, **options.mesh)
     call = made_call(options.factory)
     with refusing(f"{options.factory}: "):
         step = Step(*call)
@@ -169,7 +176,8 @@ def explored(options: Namespace) -> Outcome:
     layouts = given_layouts(options)
     meshes = options.mesh or [options.devices or len(jax.devices())]
     if options.target is not None and not options.mesh:
-        meshes = [Target.read(options.target).size]
+        with refusing():
+            meshes = [Target.read(options.target).size]
     step, args = made_call(options.factory)
     with UsersCode(f"{options.factory}: the function raised", *_OF_LAYOUTS), refusing():
         ranking = explore(step, args, meshes=meshes, layouts=layouts, target=options.target)
@@ -183,35 +191,30 @@ COMMANDS = {"plan": plan, "ledger": ledger, "explore": explored, "why": explaine
 
 
 def _prepare(options: Namespace) -> None:
-    """Parse a command's meshes and target, and configure JAX's devices for them.
+    """Configure JAX's devices for a command."""
+    is_plan = options.command == "plan"
+    if options.devices is not None:
+        jax.config.update("jax_platforms", "cpu")
+        with suppress(RuntimeError):  # JAX has already created its devices
+            jax.config.update("jax_num_cpu_devices", options.devices)
+    elif (is_plan or options.target is not None) and not os.environ.get("JAX_PLATFORMS"):
+        jax.config.update("jax_platforms", "cpu")  # the command needs no accelerator
+    if is_plan or options.target is not None:
+        return
+    meshes = options.mesh if isinstance(options.mesh, list) else [options.mesh]
+    for mesh in filter(None, meshes):
+        _check_devices(mesh)
 
-    Raises:
-        Failure: if a mesh or target cannot be parsed.
-        Failure: if an option occurs several times, but the command accepts it only once.
-        Failure: if the number of devices does not fit a mesh.
-    """
-    is_plan, read = options.command == "plan", mesh_or_devices
-    if options.command != "explore":
-        read = mesh_sizes
-        for option, values in (("--mesh", options.mesh), ("--layout", options.layout)):
-            if values is not None and len(values) > 1:
-                raise Failure(
-                    f"{option} is given {len(values)} times, but only `explore` accepts several "
-                    "values"
-                )
-    if options.devices is not None and options.target is not None:
+
+def _check_devices(mesh: Mapping[str, int] | int) -> None:
+    """Raise Failure if this machine has too few devices for a mesh."""
+    needed = math.prod(mesh.values()) if isinstance(mesh, Mapping) else mesh
+    have = len(jax.devices())
+    if needed > have:
         raise Failure(
-            "--devices simulates CPUs, but --target has its own devices: give only one of them"
+            f"the mesh needs {count(needed, 'device')}, but JAX has {have}: add `--devices "
+            f"{needed}` to simulate them, or a target, such as `--target tpu:v5e:2x4`"
         )
-    target = None
-    if options.target is not None:
-        with refusing():
-            target = Target.read(options.target)
-    options.mesh = list(map(read, options.mesh or []))
-    prepare(options.devices, only_compile=is_plan or target is not None)
-    for mesh in options.mesh:
-        if target is not None or not is_plan:  # a plan needs only sizes
-            check_devices(mesh, target, options.devices)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -256,13 +259,11 @@ def _version() -> str:
 
 def _check_page(page: str) -> None:
     """Raise Failure before the compilation, which may take minutes, if a page cannot be written."""
-    if not page or Path(page).is_dir():
-        raise Failure(f"--html {page!r} is not a file: write, for example, `--html out.html`")
-    folder = Path(page).parent
-    if not folder.is_dir():
-        raise Failure(f"--html {page}: there is no folder {folder}: create it")
-    if not os.access(page if os.path.exists(page) else folder, os.W_OK):
-        raise Failure(f"--html {page}: permission denied: write to another file")
+    try:
+        with open(page, "a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise Failure(f"--html {page}: {error.strerror}") from error
 
 
 def _show(outcome: Outcome, as_json: bool, page: str | None) -> None:
@@ -281,12 +282,9 @@ def _show(outcome: Outcome, as_json: bool, page: str | None) -> None:
 def _print(text: str) -> None:
     try:
         print(text, flush=True)
-    except OSError as error:
-        # Prevent a second error when Python closes the output.
+    except BrokenPipeError:
+        # `| head` closes the pipe early. Prevent a second error when Python closes the output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        # `| head` closes the pipe early.
-        if not isinstance(error, BrokenPipeError):
-            raise Failure(f"cannot write the output: {error.strerror}") from error
 
 
 @contextmanager

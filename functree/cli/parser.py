@@ -6,9 +6,8 @@ import operator
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
-from itertools import takewhile
 from typing import Any, NoReturn
 
 import shtab
@@ -16,7 +15,7 @@ import shtab
 from functree.cli.factory import named
 from functree.cli.failure import UNUSABLE, Failure, refusing
 from functree.devices.specs import entry
-from functree.errors import RuleError, did_you_mean
+from functree.errors import RuleError
 from functree.layout.fsdp import FSDP
 from functree.layout.layout import Layout, LayoutTree
 from functree.layout.rules import AxisRules
@@ -43,19 +42,11 @@ memory; 2 the command failed; 130 the command was interrupted.
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser with one-line errors that suggest similar names."""
+    """An argument parser with one-line errors."""
 
     def __init__(self, **options: Any):
         form = partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=80)
         super().__init__(**options, allow_abbrev=False, formatter_class=form)
-
-    def check(self, options: Iterable[str]) -> None:
-        """Exit with an error for the first unknown option."""
-        known = ["--help", *re.findall(r"--[\w-]+", self.format_usage())]
-        for option in options:
-            name = option.partition("=")[0]
-            if name.startswith("--") and name not in known:
-                self.error(f"there is no option {name}{did_you_mean(name, known)}")
 
     def error(self, message: str) -> NoReturn:
         sys.stderr.write(f"{self.prog}: error: {message} (see `{self.prog} --help`)\n")
@@ -87,56 +78,47 @@ def parsed(
         "--print-completion",
         help='print a completion script for a shell: `eval "$(functree --print-completion bash)"`',
     )
-    parsers = main.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-    by_name: dict[str, Parser] = {}
+    parsers = main.add_subparsers(
+        dest="command", metavar="COMMAND", parser_class=Parser, required=True
+    )
     for name, function in commands.items():
         summary, _, examples = str(inspect.getdoc(function)).partition("\n\n")
-        by_name[name] = parsers.add_parser(
+        command = parsers.add_parser(
             name,
             help=summary[0].lower() + summary[1:].rstrip("."),
             description=summary,
             epilog=f"{examples}\n\n{_LAYOUTS}\n{_CODES}",
         )
-        _add_options(by_name[name], name)
-    return _checked(main, by_name, arguments)
-
-
-def _checked(main: Parser, commands: Mapping[str, Parser], arguments: Sequence[str]) -> Namespace:
-    # Unknown names are reported first: argparse would report a misspelled option as a missing
-    # option.
-    before = list(takewhile(lambda one: one.startswith("-"), arguments))
-    main.check(before)
-    if arguments and not before and arguments[0] not in commands:
-        main.error(f"there is no command `{arguments[0]}`{did_you_mean(arguments[0], commands)}")
-    options, others = main.parse_known_args(arguments)
-    if options.command is None:
-        main.error(f"give a command: {', '.join(commands)}")
-    command = commands[options.command]
-    command.check(others)
-    if others:
-        command.error(f"unrecognized arguments: {' '.join(others)}")
-    if options.command == "plan" and options.mesh is None:
-        command.error("the following arguments are required: --mesh")
-    return options
+        _add_options(command, name)
+    return main.parse_args(arguments)
 
 
 def _add_options(command: Parser, name: str) -> None:
     add, again = command.add_argument, ""
+    several: dict[str, Any] = {}
+    read_mesh: Callable[[str], Any] = mesh_sizes
     mesh, layout = "the sizes of the mesh axes", "the layout"
     target = "compile for devices that you don't have, such as tpu:v5e:4x8 or cuda:h100:8"
     example = "demo:train"
     if name in ("ledger", "why"):
         layout += " of the arguments; by default, the function's own layouts"
     elif name == "explore":
-        again = "; may be given several times"
+        again, several, read_mesh = "; may be given several times", {"action": "append"}, _mesh
         mesh += ", or a number of devices to arrange in every way; by default, all devices"
         layout = "a layout, or a dict of layouts"
     else:
         example, mesh = "demo:state", f"{mesh} (required)"
         target = "check that the mesh has as many devices as this target, such as tpu:v5e:4x8"
     add("factory", metavar="MODULE:FACTORY", help=f"such as {example}")
-    add("--mesh", metavar="data=8,model=4", action="append", help=f"{mesh}{again}")
-    add("--layout", metavar="MODULE:NAME", action="append", help=f"{layout}{again}")
+    add(
+        "--mesh",
+        metavar="data=8,model=4",
+        type=read_mesh,
+        required=name == "plan",
+        help=f"{mesh}{again}",
+        **several,
+    )
+    add("--layout", metavar="MODULE:NAME", help=f"{layout}{again}", **several)
     add("--rules", metavar="batch=data,...=none", help="short rules instead of a layout")
     leftover = "the mesh axis that shards dimensions that the rules leave unsharded"
     add("--fsdp", metavar="data", help=leftover)
@@ -158,32 +140,23 @@ def _number(text: str) -> int:
     return int(text)
 
 
-_SIZES = "write `name=size` pairs, such as `--mesh data=8,model=4`"
-
-
 def mesh_sizes(text: str) -> dict[str, int]:
-    """Parse `data=8,model=4` into `{"data": 8, "model": 4}`.
-
-    Raises:
-        Failure: if the text is malformed.
-        Failure: if the text names a mesh axis twice.
-    """
+    """Parse `data=8,model=4` into `{"data": 8, "model": 4}`."""
     sizes: dict[str, int] = {}
     for part in text.split(","):
         match = re.fullmatch(r"\s*([^\s=,]+)\s*=\s*([0-9]{1,9})\s*", part)
-        if match is None or int(match[2]) < 1:
-            raise Failure(f"--mesh {text!r}: {part!r} is not a mesh axis with its size: {_SIZES}")
-        if match[1] in sizes:
-            raise Failure(f"--mesh {text!r} gives `{match[1]}` twice: give one size")
+        if match is None or int(match[2]) < 1 or match[1] in sizes:
+            raise argparse.ArgumentTypeError(
+                f"{text!r}: write `name=size` pairs with different names, such as "
+                "`--mesh data=8,model=4`"
+            )
         sizes[match[1]] = int(match[2])
     return sizes
 
 
-def mesh_or_devices(text: str) -> dict[str, int] | int:
+def _mesh(text: str) -> dict[str, int] | int:
     """Parse a mesh's sizes, or a number of devices."""
-    if re.fullmatch(r"[1-9][0-9]{0,8}", text):
-        return int(text)
-    return mesh_sizes(text)
+    return int(text) if text.isdecimal() else mesh_sizes(text)
 
 
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
@@ -205,7 +178,7 @@ def given_layout(options: Namespace) -> LayoutTree:
         return short
     if short is not None:
         raise Failure("--layout cannot be combined with --rules or --fsdp: give one or the other")
-    return named(options.layout[0], "layout")
+    return named(options.layout, "layout")
 
 
 def given_layouts(options: Namespace) -> Mapping[str, LayoutTree]:
