@@ -103,7 +103,7 @@ class Function(Generic[_P, _T]):
         with jax.disable_jit(False):  # `jax.disable_jit()` affects only calls
             program, flat = self._prepare(args, kwargs)
             names, arrays = frozenset(kwargs), flat.abstract()
-            call = StagedCall(program, self._signature, self._bind, names, arrays, self._log)
+            call = StagedCall(program, self._signature, self._find, names, arrays, self._log)
             return Traced(program.trace(flat.arrays), call)
 
     def lower(self, /, *args: _P.args, **kwargs: _P.kwargs) -> Lowered:
@@ -216,9 +216,13 @@ class Function(Generic[_P, _T]):
         call = self._signature.bind(args, kwargs)
         return with_static(call, self._static) if self._static else call
 
+    def _find(self, args: Args, kwargs: Kwargs) -> FlatCall:
+        """Flatten a call and find its group."""
+        return self._groups.find(self._bind(args, kwargs))
+
     def _prepare(self, args: Args, kwargs: Kwargs) -> tuple[Program, FlatCall]:
         """Return the program for a call and the flattened call; make the program if necessary."""
-        flat = self._groups.find(self._bind(args, kwargs))
+        flat = self._find(args, kwargs)
         if without_jit():
             # The program runs without a trace, and is not cached.
             return self._program(flat), flat

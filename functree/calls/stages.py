@@ -1,33 +1,30 @@
 """`Traced`, `Lowered` and `Compiled` are the stages of compiling a call with trees of modules."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
-from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import tree_structure
 
 from functree.argument_checks import DEVICES, MAPPING, TEXTS, check
-from functree.calls.call_groups import CallGroup, FlatCall
+from functree.calls.call_groups import FlatCall
 from functree.calls.callbacks import check_callbacks
 from functree.calls.checks import check_call, check_donated
-from functree.calls.compilations import Difference, Log, Situation, differences
+from functree.calls.compilations import Log, Situation, differences
 from functree.calls.compile_events import compile_events
 from functree.calls.out_of_memory import check_fits, refusing_too_large
 from functree.calls.output import Output
 from functree.calls.program import Program, around
 from functree.calls.program_ledger import heard_compiling, ledger_of
-from functree.calls.signature import Args, Kwargs, Record, Signature
+from functree.calls.signature import Args, Kwargs, Signature
 from functree.compiled.layouts import Layouts, layouts_of
 from functree.compiled.ledger import Ledger
-from functree.devices.placement import is_placed, is_sharded_as, sharding_text
-from functree.errors import FunctreeError, FunctreeTypeError, Problem, count, did_you_mean
-from functree.labels.leaf import array_problem
-from functree.tree.arrays import AnyArray, Tree, abstract, is_array
+from functree.devices.placement import is_placed
+from functree.errors import FunctreeError, FunctreeTypeError, Problem, did_you_mean
+from functree.tree.arrays import AnyArray, Tree, abstract
 from functree.tree.paths import Path
-from functree.tree.skeleton.skeleton import Skeleton
 
 
 class StagedCall(NamedTuple):
@@ -36,7 +33,7 @@ class StagedCall(NamedTuple):
     Attributes:
         program: the program of the call.
         signature: the signature of the function.
-        bind: a function that returns a call as a tree, from the call's arguments.
+        find: a function that flattens a call and finds its group, from the call's arguments.
         by_keyword: the names of the arguments that are passed by keyword.
         arrays: the call's abstract arrays, with their shardings where these are known.
         log: the compilations of the function.
@@ -44,7 +41,7 @@ class StagedCall(NamedTuple):
 
     program: Program
     signature: Signature
-    bind: Callable[[Args, Kwargs], Record]
+    find: Callable[[Args, Kwargs], FlatCall]
     by_keyword: frozenset[str]
     arrays: tuple[jax.ShapeDtypeStruct, ...]
     log: Log
@@ -144,7 +141,7 @@ class Traced(Stage[jax.stages.Traced]):
             args: the positional arguments.
             kwargs: the keyword arguments.
         """
-        _, arrays = Skeleton.apart(self._call.bind(args, kwargs))
+        arrays = list(self._call.find(args, kwargs).arrays)
         for i, kind in enumerate(self._call.arrays):
             sharding = kind.sharding
             if isinstance(sharding, NamedSharding) and not is_placed(arrays[i], sharding):
@@ -330,12 +327,9 @@ class Compiled(Stage[jax.stages.Compiled]):
         >>> compiled({"w": jnp.ones(3)}, jnp.ones(4))
         Traceback (most recent call last):
             ...
-        functree.errors.FunctreeTypeError: <lambda>: 1 argument does not match the compiled program
-        <BLANKLINE>
-          x   f32[4]
-              shape: (3,) when compiled, (4,) now
-        <BLANKLINE>
-        Try: call the function itself, which recompiles if necessary
+        TypeError: Argument types differ from the types for which this computation was
+        compiled. ... The mismatches are:
+        Argument 'x' compiled with float32[3] and called with float32[4]
     """
 
     def __init__(
@@ -351,97 +345,52 @@ class Compiled(Stage[jax.stages.Compiled]):
         # effects.
         self._output: Output = output
         self._warnings, self._layouts = warnings, layouts
-        self._checked: Hashable = None  # the kinds of the last checked arrays
+        self._was_called: bool = False
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Tree:
         """Run the compiled program.
 
         Arguments must have the structure, shapes, dtypes and shardings that the program was
-        compiled for.
+        compiled for. As in `jax.jit`, uncommitted arrays are moved.
 
         Raises:
-            FunctreeError: if arguments do not match the compiled program; the error lists their
-                paths.
-            FunctreeError: if an array is deleted.
+            FunctreeError: if the structure or a static value differs from the compiled call.
+            FunctreeError: if an array is abstract or deleted.
+            TypeError: if an array has a different shape or dtype, or is traced.
+            ValueError: if a committed array is sharded differently.
             FunctreeError: if a donated array is passed twice.
             ShardingError: if the program was compiled for a target without devices.
         """
-        program, call = self._program, self._call.bind(args, kwargs)
-        arrays = program.group.take(call)
-        if isinstance(arrays, tuple) or not all(map(is_array, arrays)):
-            raise self._other(call)
-        # Arrays are checked by class, because the check runs in every call. The check comes first,
-        # because reading a tracer's `committed` raises an error.
-        kinds = set(map(type, arrays))
-        if any(issubclass(kind, Tracer | jax.ShapeDtypeStruct) for kind in kinds):
-            raise self._without_value(arrays)
-        concrete = all(issubclass(kind, jax.Array) for kind in kinds)
-        flat = FlatCall(call, program.group, arrays, concrete)
-        if program.missing is None:  # otherwise, `check_call` raises an error
-            self._check(flat)
+        program, flat = self._program, self._call.find(args, kwargs)
+        if flat.group.skeleton != program.group.skeleton:
+            raise self._other(flat)
         check_call(program, flat)
-        return program.run(self.jax, arrays)
+        # Buffers are compared only once, as in a function's first call.
+        if not self._was_called and program.body.arguments.donated:
+            check_donated(
+                program.name,
+                program.group.paths,
+                flat.arrays,
+                program.body.arguments,
+                by_buffer=True,
+            )
+        self._was_called = True
+        return program.run(self.jax, flat.arrays)
 
-    def _check(self, flat: FlatCall) -> None:
-        """Check that arrays match the compiled program.
-
-        Raises:
-            FunctreeError: if an array's shape, dtype or sharding differs.
-            FunctreeError: if a donated array is passed twice.
-        """
-        program, arrays = self._program, flat.arrays
-        # Arrays with the same type, sharding and commitment as in the last call need no check.
-        # Commitment matters, since JAX moves uncommitted arrays to the program's devices, but not
-        # committed arrays.
-        now = flat.kinds()
-        if now == self._checked:
-            return
-        changes = self._differences(arrays)
-        if changes:
-            raise _refuse(program, changes, dict(zip(program.group.paths, arrays, strict=True)))
-        arguments = program.body.arguments
-        # Buffers are compared only here, as in a function's first call.
-        if arguments.donated:
-            check_donated(program.name, program.group.paths, arrays, arguments, by_buffer=True)
-        self._checked = now
-
-    def _differences(self, arrays: Sequence[AnyArray]) -> list[Difference]:
-        """Compare arrays with the arrays that the program was compiled for."""
-        changes: list[Difference] = []
-        types = self._call.values(self.jax.in_avals)
-        shardings = self._call.values(self.jax.input_shardings)
-        paths = self._program.group.paths
-        for path, x, kind, sharding in zip(paths, arrays, types, shardings, strict=True):
-            # Report only the first difference of each array, since it usually explains the others.
-            if tuple(x.shape) != tuple(kind.shape):
-                changes.append(Difference(path, "shape", tuple(kind.shape), tuple(x.shape)))
-            elif x.dtype != kind.dtype:
-                changes.append(Difference(path, "dtype", kind.dtype, x.dtype))
-            elif isinstance(x, jax.Array) and not _is_taken(x, sharding):
-                before, now = sharding_text(sharding), sharding_text(x.sharding)
-                changes.append(Difference(path, "sharding", before, now))
-        return changes
-
-    def _without_value(self, arrays: Sequence[AnyArray]) -> FunctreeError:
-        """Return the error for an array that is traced or abstract."""
-        name, pairs = self._program.name, zip(self._program.group.paths, arrays, strict=True)
-        path = next(path for path, x in pairs if isinstance(x, Tracer | jax.ShapeDtypeStruct))
-        return FunctreeTypeError(
-            f"{name}: `{path}` has no value, but a compiled program runs on values: pass a "
-            "concrete array"
-        )
-
-    def _other(self, call: Record) -> FunctreeError:
+    def _other(self, flat: FlatCall) -> FunctreeError:
         """Return the error for a call with a different structure or different static values."""
-        skeleton, arrays = Skeleton.apart(call)
-        group = CallGroup(skeleton.learn(call))
         before = self._call.situation()
-        now = Situation.of(group, arrays, before.mesh, before.rules)
-        # Shardings are not compared: the compiler chose the program's shardings, and the traced
-        # call's shardings are not a requirement.
-        kinds = ("static", "structure", "shape", "dtype")
-        changes = [change for change in differences(before, now) if change.kind in kinds]
-        return _refuse(self._program, changes, dict(zip(group.paths, arrays, strict=True)))
+        now = Situation.of(flat.group, flat.arrays, before.mesh, before.rules)
+        remedy = "call the function itself, which compiles a program for each structure"
+        problems: list[Problem] = []
+        for difference in differences(before, now):
+            if difference.kind in ("static", "structure"):
+                problems.append(Problem(difference.path, None, "", difference.change, remedy))
+        return FunctreeTypeError(
+            f"{self._program.name}: the arguments do not have the structure and the static values "
+            "that the program was compiled for",
+            problems,
+        )
 
     @property
     def abstract_arguments(self) -> tuple[Args, dict[str, Tree]]:
@@ -503,28 +452,3 @@ class Compiled(Stage[jax.stages.Compiled]):
             self._warnings,
             layouts=self._layouts,
         )
-
-
-def _is_taken(array: jax.Array, sharding: Sharding | None) -> bool:
-    """Return whether JAX accepts an array for a sharding. JAX moves only uncommitted arrays."""
-    return sharding is None or not array.committed or is_sharded_as(array, sharding)
-
-
-def _refuse(
-    program: Program, changes: Sequence[Difference], arrays: Mapping[Path, AnyArray]
-) -> FunctreeError:
-    """Return the error for arguments that differ from the arguments of the compiled call."""
-    remedy = "call the function itself, which recompiles if necessary"
-    problems: list[Problem] = []
-    for change in changes:
-        before, now = change.text(change.before), change.text(change.now)
-        why = f"{change.kind}: {before} when compiled, {now} now"
-        array = arrays.get(change.path)
-        if array is None:
-            problems.append(Problem(change.path, None, "", why, remedy))
-        else:
-            problems.append(array_problem(change.path, array, why, remedy))
-    number = len({problem.path for problem in problems})
-    verb = "does" if number == 1 else "do"
-    headline = f"{program.name}: {count(number, 'argument')} {verb} not match the compiled program"
-    return FunctreeTypeError(headline, problems)

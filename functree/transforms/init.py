@@ -150,7 +150,7 @@ class Init(Function[_P, _T]):
 
     def _output(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Output:
         """Return the result of a call, with abstract arrays."""
-        flat = self._groups.find(self._bind(args, kwargs))
+        flat = self._find(args, kwargs)
         body = self._body(flat.group)
         return jax.eval_shape(body, *body.arguments.split(flat.arrays))
 
