@@ -197,10 +197,6 @@ SHAPE = Takes(
     lambda value: _COLLECTION.fits(value) and all(map(_is_integer, value)),
     lambda value: all(map(EXTENT.fits, value)),
 )
-DEVICES = Takes(
-    "a tuple of devices",
-    lambda value: isinstance(value, tuple) and all(isinstance(one, jax.Device) for one in value),
-)
 TEXTS = Takes(
     "a collection of strings", lambda value: _COLLECTION.fits(value) and all(map(TEXT.fits, value))
 )

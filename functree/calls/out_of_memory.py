@@ -1,9 +1,7 @@
-"""These checks refuse a program that does not fit in memory, and list its largest arguments."""
+"""`compile_for` compiles a program for a target, and refuses a program that does not fit there."""
 
 import math
-import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 
 import jax
 from jax.sharding import Mesh
@@ -27,58 +25,48 @@ SMALLER = (
 )
 """The remedy for a program that does not fit."""
 
-FindArguments = Callable[[], Mapping[Path, jax.ShapeDtypeStruct]]
-"""A function that returns a program's arguments. It is called only if the program does not fit."""
 
+def compile_for(
+    name: str,
+    mesh: Mesh,
+    arguments: Mapping[Path, jax.ShapeDtypeStruct],
+    compile: Callable[[], Compiled],
+) -> Compiled:
+    """Compile a program for a target, and check that it fits in the target's memory.
 
-@contextmanager
-def refusing_too_large(name: str, mesh: Mesh, arguments: FindArguments) -> Iterator[None]:
-    """Turn the TPU compiler's out-of-memory error into an error that lists the largest arguments.
+    Args:
+        name: the name of the function.
+        mesh: the mesh of the target.
+        arguments: the program's arguments, with their shardings where these are known.
+        compile: the function that compiles the program.
 
     Raises:
-        FunctreeError: if the program does not fit.
+        FunctreeError: if the program does not fit; the error lists the largest arguments.
     """
     try:
-        yield
+        compiled = compile()
     except jax.errors.JaxRuntimeError as error:
-        if not str(error).startswith("RESOURCE_EXHAUSTED"):
+        code, _, text = str(error).partition(": ")
+        if code != "RESOURCE_EXHAUSTED":
             raise
-        raise _too_large(name, mesh, _figures(str(error)), arguments()) from error
-
-
-def _figures(message: str) -> str:
-    """Return the figures in a compiler's error, or its first line if the wording is unknown."""
-    known = re.search(r"\(([\d.]+)([KMGT])\) exceeds available \w+ \(([\d.]+)([KMGT])\)", message)
-    if known is None:
-        return message.removeprefix("RESOURCE_EXHAUSTED: ").splitlines()[0]
-    # The figure includes arguments and results, although the error calls it temporaries.
-    needed, unit, available, of = known.groups()
-    return f"it needs {needed} {unit}iB, but the device has {available} {of}iB"
-
-
-def check_fits(name: str, mesh: Mesh, compiled: Compiled, arguments: FindArguments) -> None:
-    """Check that a program fits in a GPU's memory, since the GPU compiler does not check this.
-
-    Raises:
-        FunctreeError: if the program does not fit.
-    """
+        raise _too_large(name, mesh, text.splitlines()[0], arguments) from error
+    # The GPU compiler does not check the memory.
     available, stats = device_memory(mesh.devices.flat[0]), compiled.memory_analysis()
-    if available is None or stats is None or stats.peak_memory_in_bytes <= available:
-        return
-    needed = bytes_text(stats.peak_memory_in_bytes)
-    figures = f"it needs {needed}, but the device has {bytes_text(available)}"
-    raise _too_large(name, mesh, figures, arguments())
+    if available is not None and stats is not None and stats.peak_memory_in_bytes > available:
+        needed = bytes_text(stats.peak_memory_in_bytes)
+        figures = f"it needs {needed}, but the device has {bytes_text(available)}"
+        raise _too_large(name, mesh, figures, arguments)
+    return compiled
 
 
 def _too_large(
     name: str, mesh: Mesh, figures: str, arguments: Mapping[Path, jax.ShapeDtypeStruct]
 ) -> FunctreeError:
-    sizes = {
-        path: _local_bytes(array)
-        for path, array in arguments.items()
+    sizes: dict[Path, int] = {}
+    for path, array in arguments.items():
         # Arrays in host memory use no device memory.
-        if array.sharding is None or other_memory(array.sharding) is None
-    }
+        if array.sharding is None or other_memory(array.sharding) is None:
+            sizes[path] = _local_bytes(array)
     problems: list[Problem] = []
     for path in sorted(sizes, key=lambda path: -sizes[path])[:LARGEST]:
         array = arguments[path]
@@ -87,7 +75,7 @@ def _too_large(
     kind, total = backend_text(mesh.devices.flat[0]), bytes_text(sum(sizes.values()))
     headline = f"{name} does not fit in the memory of a {kind}: {figures}"
     if not problems:
-        return FunctreeError(headline, [Problem(None, None, name, figures, SMALLER)])
+        return FunctreeError(f"{headline}: {SMALLER}")
     headline += f"\nThe arguments take {total} on each device; the largest:"
     return FunctreeError(headline, problems)
 

@@ -1,20 +1,20 @@
 """`Traced`, `Lowered` and `Compiled` are the stages of compiling a call with trees of modules."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import tree_structure
 
-from functree.argument_checks import DEVICES, MAPPING, TEXTS, check
+from functree.argument_checks import TEXTS, check
 from functree.calls.call_groups import FlatCall
 from functree.calls.callbacks import check_callbacks
 from functree.calls.checks import check_call, check_donated
 from functree.calls.compilations import Log, Situation, differences
 from functree.calls.compile_events import compile_events
-from functree.calls.out_of_memory import check_fits, refusing_too_large
+from functree.calls.out_of_memory import compile_for
 from functree.calls.output import Output
 from functree.calls.program import Program, around
 from functree.calls.program_ledger import heard_compiling, ledger_of
@@ -22,7 +22,7 @@ from functree.calls.signature import Args, Kwargs, Signature
 from functree.compiled.layouts import Layouts, layouts_of
 from functree.compiled.ledger import Ledger
 from functree.devices.placement import is_placed
-from functree.errors import FunctreeError, FunctreeTypeError, Problem, did_you_mean
+from functree.errors import FunctreeError, FunctreeTypeError, Problem
 from functree.tree.arrays import AnyArray, Tree, abstract
 from functree.tree.paths import Path
 
@@ -154,11 +154,7 @@ class Traced(Stage[jax.stages.Traced]):
         Raises:
             FunctreeError: if the function closes over a `jax.Ref`.
         """
-        if self._closes_over_refs:
-            raise FunctreeError(
-                f"{self._program.name} closes over a `jax.Ref`, which exists only in this process, "
-                "so the function cannot be exported: pass the ref's value, and return the new value"
-            )
+        self._check_refs()
         arrays = list(self._call.arrays)
         for i, array in enumerate(arrays):
             # JAX puts an uncommitted array on a single device. An exported function must not depend
@@ -172,44 +168,35 @@ class Traced(Stage[jax.stages.Traced]):
         """The mesh to set around a call, unless it is the current mesh."""
         return self._program.entered
 
-    def lower(
-        self, *, lowering_platforms: tuple[str, ...] | None = None, **refused: object
-    ) -> "Lowered":
+    def lower(self, *, lowering_platforms: tuple[str, ...] | None = None) -> "Lowered":
         """Lower the function for this platform, or for other platforms such as `("tpu",)`.
 
         Raises:
             FunctreeError: if `lowering_platforms` is not a tuple of names.
-            FunctreeError: if any other option is given.
+            FunctreeError: if the function closes over a `jax.Ref`.
             ShardingError: if the function has host callbacks for GPUs that this machine lacks.
         """
-        name = self._program.name
-        # Only JAX's own functions, such as `jax.export.export`, pass options with an underscore.
-        if any(option.startswith("_") for option in refused):
-            raise FunctreeTypeError(
-                f"`jax.export.export` requires a `jax.jit` function, but {name} is a functree "
-                f"function: write `ft.export({name}, *args).serialize()`, whose bytes "
-                "`jax.export.deserialize` can read"
-            )
-        for option in refused:
-            raise FunctreeTypeError(
-                f"{name}: `lower()` has no option `{option}`"
-                f"{did_you_mean(option, ['lowering_platforms'])}"
-            )
+        self._check_refs()
+        program = self._program
+        # JAX accepts the string "tpu", and lowers for the platforms "t", "p" and "u".
         check(
-            f"{self._program.name}: invalid options for `lower()`",
+            f"{program.name}: invalid options for `lower()`",
             lowering_platforms=(lowering_platforms, TEXTS.or_none()),
         )
         # Lower on the mesh that calls use. Otherwise, a call would lower and compile again.
-        program = self._program
         shardings = (array.sharding for array in self._call.arrays)
         check_callbacks(program.name, self.jax.jaxpr, shardings)
         with around(program.entered):
             lowered = self.jax.lower(lowering_platforms=lowering_platforms)
-        return Lowered(lowered, self._call, self._closes_over_refs)
+        return Lowered(lowered, self._call)
 
-    @property
-    def _closes_over_refs(self) -> bool:
-        return any(isinstance(constant, jax.Ref) for constant in self.jax.jaxpr.consts)
+    def _check_refs(self) -> None:
+        # JAX calls such a function, but cannot describe its program, whose results include the ref.
+        if any(isinstance(constant, jax.Ref) for constant in self.jax.jaxpr.consts):
+            raise FunctreeError(
+                f"{self._program.name} closes over a `jax.Ref`, so it can be called, but neither "
+                "lowered nor exported: pass the ref's value, and return the new value"
+            )
 
 
 class Lowered(Stage[jax.stages.Lowered]):
@@ -221,9 +208,8 @@ class Lowered(Stage[jax.stages.Lowered]):
         True
     """
 
-    def __init__(self, stage: jax.stages.Lowered, call: StagedCall, closes_over_refs: bool):
+    def __init__(self, stage: jax.stages.Lowered, call: StagedCall):
         super().__init__(stage, call)
-        self._closes_over_refs = closes_over_refs
         self._layouts: Layouts | None = None
 
     def compile(
@@ -240,53 +226,23 @@ class Lowered(Stage[jax.stages.Lowered]):
                 order of that mesh.
 
         Raises:
-            FunctreeError: if an option has the wrong type.
             FunctreeError: if the program does not fit in the memory of a target.
-            FunctreeError: if the function closes over a `jax.Ref`.
         """
-        # JAX cannot describe the compiled program, whose results include the refs.
-        if self._closes_over_refs:
-            raise FunctreeError(
-                f"{self._program.name} closes over a `jax.Ref`, so `lower().compile()` cannot "
-                "compile it: call the function itself, or pass the ref's value and return the new "
-                "value"
-            )
-        check(
-            f"{self._program.name}: invalid options for `compile()`",
-            compiler_options=(compiler_options, MAPPING.or_none()),
-            device_assignment=(device_assignment, DEVICES.or_none()),
-        )
+        program, mesh = self._program, self._program.mesh
         options = None if compiler_options is None else dict(compiler_options)
+        compile = partial(self.jax.compile, options, device_assignment=device_assignment)
+        # On available devices, JAX raises its own error when a program that is too large runs.
+        if program.missing is not None and isinstance(mesh, Mesh):
+            arguments = dict(zip(program.group.paths, self._call.arrays, strict=True))
+            compile = partial(compile_for, program.name, mesh, arguments, compile)
         before = compile_events.count
-        with heard_compiling() as heard, around(self._program.entered), self._refusing_too_large():
-            compiled = self.jax.compile(options, device_assignment=device_assignment)
+        with heard_compiling() as heard, around(program.entered):
+            compiled = compile()
         # Otherwise, JAX had already compiled the program, for a call or in an earlier `compile()`.
-        if compile_events.have(self._program.body.__name__, before):
+        if compile_events.have(program.body.__name__, before):
             pairs = tuple(sorted((options or {}).items()))
             self._call.log.add(self._call.situation()._replace(options=pairs))
-        # On available devices, JAX raises its own error when the program runs.
-        target = self._target()
-        if target is not None:
-            check_fits(self._program.name, target, compiled, self._placed_by_path)
         return Compiled(compiled, self._call, self.jax.out_info, heard.warnings, self.layouts)
-
-    def _refusing_too_large(self) -> AbstractContextManager[None]:
-        """Return a context in which a program too large for a target raises an error with paths."""
-        target = self._target()
-        if target is None:
-            return nullcontext()
-        return refusing_too_large(self._program.name, target, self._placed_by_path)
-
-    def _target(self) -> Mesh | None:
-        """Return the mesh if it is a compilation target without devices."""
-        mesh = self._program.mesh
-        if self._program.missing is None or not isinstance(mesh, Mesh):
-            return None
-        return mesh
-
-    def _placed_by_path(self) -> dict[Path, jax.ShapeDtypeStruct]:
-        """Return the call's abstract arrays by path, with their shardings where these are known."""
-        return dict(zip(self._program.group.paths, self._call.arrays, strict=True))
 
     def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
         """Return the program as text in a dialect, `"stablehlo"` or `"hlo"`."""
