@@ -10,7 +10,6 @@ from jax.tree_util import tree_structure
 
 from functree.argument_checks import TEXTS, check
 from functree.calls.call_groups import FlatCall
-from functree.calls.callbacks import check_callbacks
 from functree.calls.checks import check_call, check_donated
 from functree.calls.compilations import Log, Situation, differences
 from functree.calls.compile_events import compile_events
@@ -174,7 +173,6 @@ class Traced(Stage[jax.stages.Traced]):
         Raises:
             FunctreeError: if `lowering_platforms` is not a tuple of names.
             FunctreeError: if the function closes over a `jax.Ref`.
-            ShardingError: if the function has host callbacks for GPUs that this machine lacks.
         """
         self._check_refs()
         program = self._program
@@ -184,8 +182,6 @@ class Traced(Stage[jax.stages.Traced]):
             lowering_platforms=(lowering_platforms, TEXTS.or_none()),
         )
         # Lower on the mesh that calls use. Otherwise, a call would lower and compile again.
-        shardings = (array.sharding for array in self._call.arrays)
-        check_callbacks(program.name, self.jax.jaxpr, shardings)
         with around(program.entered):
             lowered = self.jax.lower(lowering_platforms=lowering_platforms)
         return Lowered(lowered, self._call)

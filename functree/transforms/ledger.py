@@ -19,7 +19,6 @@ from jax.stages import Lowered
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from functree.argument_checks import FUNCTION, check
-from functree.calls.callbacks import check_callbacks
 from functree.calls.function import Function
 from functree.calls.program_ledger import heard_compiling, ledger_of
 from functree.calls.signature import AnyFunction
@@ -218,7 +217,7 @@ def _others_call(
     fn: Any, args: Sequence[Tree], kwargs: dict[str, Tree], mesh: MeshLike
 ) -> LoweredCall:
     """Lower a call of a function that another library jitted."""
-    wrapped = _lowered(fn, args, kwargs)
+    wrapped = fn.lower(*args, **kwargs)
     # A library may wrap JAX's stages, as Flax does.
     lowered = getattr(wrapped, "lowered", wrapped)
     known: dict[Path, Path] = {}
@@ -341,18 +340,6 @@ def _earliest(names: Sequence[str], ends: Sequence[str]) -> list[int]:
     """
     left = iter(enumerate(ends))
     return [next((i for i, end in left if name.endswith(end)), -1) for name in names]
-
-
-def _lowered(fn: Any, args: Sequence[Tree], kwargs: dict[str, Tree]) -> Any:
-    """Lower another library's jitted function. The result may be the library's own stage."""
-    if not isinstance(fn, jax.stages.Wrapped):
-        return fn.lower(*args, **kwargs)
-    traced = fn.trace(*args, **kwargs)
-    # Only JAX's own `Traced` has a jaxpr. Flax wraps JAX's `Traced` in its own class.
-    if isinstance(traced, jax.stages.Traced):
-        given = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves((args, kwargs))]
-        check_callbacks(_name(fn), traced.jaxpr, given)
-    return traced.lower()
 
 
 # The paths of arrays in the call
