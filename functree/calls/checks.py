@@ -17,7 +17,7 @@ from functree.calls.call_groups import FlatCall
 from functree.calls.closures import closed_over, held, used_globals
 from functree.calls.program import Program
 from functree.calls.signature import AnyFunction
-from functree.devices.meshes import current_mesh, mesh_view, tracing
+from functree.devices.meshes import mesh_view, tracing
 from functree.devices.placement import first_mesh, is_concrete, is_deleted, mesh_of, refuse_deleted
 from functree.errors import (
     FunctreeTypeError,
@@ -47,7 +47,8 @@ def check_call(program: Program, flat: FlatCall) -> None:
     if any(map(is_gone, arrays)):
         raise refuse_deleted(program.name, program.group.paths, arrays)
     # Buffers are not compared: on several devices, reading them takes longer than the call itself.
-    if arguments.donated and twice_by_identity(arrays, arguments):
+    # Most calls pass no array twice.
+    if arguments.donated and len(set(map(id, arrays))) < len(arrays):
         check_donated(program.name, program.group.paths, arrays, arguments, by_buffer=False)
 
 
@@ -75,71 +76,23 @@ def check_mesh(
     Auto axes is not checked, since it is not placed yet and the mesh in its type has no effect.
 
     Raises:
-        ShardingError: if arguments are on different meshes or devices; the message lists their
-            paths.
+        ShardingError: if arguments are on a different mesh; the message lists their paths.
     """
     mesh = mesh if mesh is not None else first_mesh(arrays)
-    if mesh is None:
-        _check_devices(name, paths, arrays)
+    # Without a mesh, JAX itself refuses arguments on different devices, and names them.
+    if mesh is None or getattr(mesh, "manual_axes", ()):
         return
-    if getattr(mesh, "manual_axes", ()):
-        return
-    _check_outer(name, mesh)
     problems: list[Problem] = []
     for path, array in zip(paths, arrays, strict=True):
         why = _other_devices(array, mesh) or _other_mesh(array, mesh)
         if why is not None:
-            problems.append(array_problem(path, array, why, MOVE))
+            remedy = "move the argument to the function's mesh: `ft.shard(x, layout, mesh)`"
+            problems.append(array_problem(path, array, why, remedy))
     if problems:
         verb = "is" if len(problems) == 1 else "are"
         number = count(len(problems), "argument")
         headline = f"{name} runs on mesh {mesh_view(mesh)}, but {number} {verb} not on it"
         raise ShardingError(headline, problems)
-
-
-def _check_devices(name: str, paths: Sequence[Path], arrays: Sequence[AnyArray]) -> None:
-    """Check that committed arguments are on the same devices, if no argument is on a mesh."""
-    # JAX makes the same check, but its message has no paths.
-    first: tuple[Path, jax.Array] | None = None
-    problems: list[Problem] = []
-    for path, array in zip(paths, arrays, strict=True):
-        if not is_concrete(array) or not array.committed:
-            continue
-        if first is None:
-            first = path, array
-        first_path, other = first
-        if array.sharding.device_set != other.sharding.device_set:
-            devices, others = _devices_text(array), _devices_text(other)
-            why = f"is committed to {devices}, but `{first_path}` is committed to {others}"
-            remedy = "move all arguments to one device, or to one mesh with `ft.shard`"
-            problems.append(array_problem(path, array, why, remedy))
-    if problems:
-        raise ShardingError(f"{name}: the arguments are on different devices", problems)
-
-
-def _check_outer(name: str, mesh: Mesh | AbstractMesh) -> None:
-    """Check that a function traced inside another function uses the devices of the outer mesh."""
-    outer = current_mesh() if tracing() else None
-    if not isinstance(outer, Mesh) or not isinstance(mesh, Mesh):
-        return
-    inner_devices, outer_devices = list(mesh.devices.flat), list(outer.devices.flat)
-    if inner_devices == outer_devices:
-        return
-    difference = "different devices"
-    if set(inner_devices) == set(outer_devices):
-        difference = "the same devices in a different order"
-    raise ShardingError(
-        f"{name} runs on mesh {mesh_view(mesh)}, but is called in a function that runs on mesh "
-        f"{mesh_view(outer)}, which has {difference}. JAX compiles both as one program with one "
-        "device order: build the inner mesh from the outer mesh's devices, in the same order"
-    )
-
-
-def _devices_text(array: jax.Array) -> str:
-    return ", ".join(sorted(map(str, array.sharding.device_set)))
-
-
-MOVE = "move the argument to the function's mesh: `ft.shard(x, layout, mesh)`"
 
 
 def _other_devices(array: AnyArray, mesh: Mesh | AbstractMesh) -> str | None:
@@ -150,7 +103,7 @@ def _other_devices(array: AnyArray, mesh: Mesh | AbstractMesh) -> str | None:
         return None
     if array.sharding.device_set == set(mesh.devices.flat):
         return None
-    return f"is committed to {_devices_text(array)} only"
+    return f"is committed to {', '.join(sorted(map(str, array.sharding.device_set)))} only"
 
 
 def _other_mesh(array: AnyArray, mesh: Mesh | AbstractMesh) -> str | None:
@@ -231,20 +184,6 @@ def warn_grouped_convolutions(name: str, traced: Traced, mesh: Mesh | AbstractMe
 #
 # If an array on several devices is donated twice, JAX 0.10 aborts the process. Later versions raise
 # an XLA error without paths.
-
-
-def twice_by_identity(arrays: Sequence[AnyArray], arguments: Arguments) -> bool:
-    """Return whether a donated array is passed twice, even if it is donated only once.
-
-    This check is fast enough to run on each call.
-    """
-    # Most calls pass no array twice, which is faster to check.
-    if len(set(map(id, arrays))) == len(arrays):
-        return False
-    donated = {id(arrays[i]) for i in arguments.donated}
-    if len(donated) < len(arguments.donated):
-        return True
-    return any(id(arrays[i]) in donated for i in arguments.kept)
 
 
 def check_donated(
