@@ -8,11 +8,11 @@ from jax.tree_util import GetAttrKey, register_pytree_with_keys
 
 from functree.calls.closures import held, kept_by
 from functree.calls.signature import RESULT
-from functree.calls.static_arguments import HIJAX_REMEDY, is_hijax
-from functree.errors import FunctreeError, FunctreeTypeError, Problem, count
-from functree.labels.leaf import array_problem, unheld_problem
+from functree.calls.static_arguments import JAX_VALUE, is_jax_value
+from functree.errors import FunctreeTypeError, Problem, count
+from functree.labels.leaf import array_problem
 from functree.labels.leaves import read, too_deep
-from functree.tree.arrays import Tree, is_unheld_number
+from functree.tree.arrays import Tree
 from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
 from functree.tree.skeleton.static_value import PLAIN, runs_once
@@ -48,7 +48,6 @@ class Output:
 
         Raises:
             FunctreeError: if JAX cannot flatten the result.
-            FunctreeError: if JAX does not support a leaf of the result.
             FunctreeError: if an array is abstract.
             FunctreeError: if a static value must not be used after the trace. Examples are traced
                 arrays, functions that close over traced arrays, and lazy values such as
@@ -65,25 +64,20 @@ class Output:
             raise
         problems: list[Problem] = []
         for path, value in skeleton.statics:
-            if is_unheld_number(value):
-                problems.append(unheld_problem(Path((RESULT, *path)), value))
-        if problems:
-            number = count(len(problems), "array")
-            raise FunctreeTypeError(
-                f"{name}: JAX does not support {number} of the result", problems
-            )
-        for path, value in skeleton.statics:
             texts = _outliving(value)
             if texts is not None:
                 what, why, remedy = texts
                 why += ", and would be used after its trace has ended"
                 problems.append(Problem(Path((RESULT, *path)), None, what, why, remedy))
+        for path, value in zip(skeleton.paths, values, strict=True):
+            if isinstance(value, jax.ShapeDtypeStruct):
+                why, remedy = "is abstract, but a program returns values", "return an array"
+                problems.append(array_problem(Path((RESULT, *path)), value, why, remedy))
         if problems:
-            number = count(len(problems), "static value")
-            raise FunctreeError(
-                f"{name}: the result has {number} that would outlive the trace", problems
+            number = count(len(problems), "value")
+            raise FunctreeTypeError(
+                f"{name}: the result has {number} that a compiled function cannot return", problems
             )
-        _check_values(values, skeleton, name)
         return cls(values, skeleton)
 
     def distinct(self) -> "Output":
@@ -123,24 +117,6 @@ class Output:
         return [values[i] for i in self.which]
 
 
-def _check_values(values: Sequence[Tree], skeleton: Skeleton, name: str) -> None:
-    """Refuse abstract arrays in a result.
-
-    Raises:
-        FunctreeError: if an array of the result is abstract.
-    """
-    if not any(isinstance(value, jax.ShapeDtypeStruct) for value in values):
-        return
-    problems: list[Problem] = []
-    why = "is abstract, but a program returns values"
-    remedy = "leave it out of the result, or return an array"
-    for path, value in zip(skeleton.paths, values, strict=True):
-        if isinstance(value, jax.ShapeDtypeStruct):
-            problems.append(array_problem(Path((RESULT, *path)), value, why, remedy))
-    number = count(len(problems), "abstract array")
-    raise FunctreeTypeError(f"{name}: the result has {number}", problems)
-
-
 def _outliving(value: object) -> tuple[str, str, str] | None:
     """Describe a static value that must not be used after the trace, with the reason and a remedy.
 
@@ -148,11 +124,8 @@ def _outliving(value: object) -> tuple[str, str, str] | None:
     """
     if type(value) in PLAIN:
         return None
-    if isinstance(value, jax.Ref):
-        return "Ref", "is a mutable array", "return its value, `ref[...]`"
-    if is_hijax(value):
-        why = "is a `jax.experimental.hijax` value, which holds traced arrays"
-        return type(value).__name__, why, HIJAX_REMEDY
+    if is_jax_value(value):
+        return type(value).__name__, *JAX_VALUE
     if isinstance(value, Tracer):
         remedy = "declare the field without `static=True`"
         return "", "is a traced array in a static field", remedy

@@ -18,18 +18,21 @@ from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
 from functree.tree.skeleton.static_value import PLAIN, StaticValue, is_hashable, runs_once
 
-HIJAX_REMEDY = "use the value's arrays instead, or use `jax.jit`, which accepts the value"
+JAX_VALUE = "is a JAX value, but not an array", "use its arrays instead, such as `ref[...]`"
+"""The reason and the remedy for a value that `is_jax_value` recognizes."""
 
 
-def is_hijax(value: object) -> bool:
-    """Return whether a value that is not an array has a JAX type.
+def is_jax_value(value: object) -> bool:
+    """Return whether JAX treats a value as data, although it is neither an array nor a pytree.
 
-    `jax.experimental.hijax` can define a type for any class.
+    Examples are a `jax.Ref`, a value with a type from `jax.experimental.hijax`, and an instance of
+    a class with a `__jax_array__` method.
     """
     try:
         return not isinstance(jax.typeof(value), ShapedArray)
-    except (TypeError, ValueError):  # ValueError for a value with a method `__jax_array__`
-        return False
+    except (TypeError, ValueError):
+        # Looked up on the class, as Python does for special methods.
+        return hasattr(type(value), "__jax_array__")
 
 
 class StaticArgument(StaticValue):
@@ -114,27 +117,13 @@ def _not_static(static: object) -> tuple[str, str, str] | None:
     why = unheld(static)
     if why is not None and (is_unheld_number(static) or not is_hashable(static)):
         return kind, *why
-    if isinstance(static, jax.Ref):
-        why = "is mutable, so it can be neither traced nor static"
-        return "Ref", why, "pass its value, `ref[...]`"
-    if isinstance(static, ShapedArray):
-        remedy = "pass `jax.ShapeDtypeStruct(x.shape, x.dtype)`"
-        return kind, "is the type of an array, so it can be neither traced nor static", remedy
-    if is_hijax(static):
-        why = "has a type from `jax.experimental.hijax`, which functree does not support"
-        return kind, why, HIJAX_REMEDY
-    # Looked up on the class, as Python does for special methods.
-    if hasattr(type(static), "__jax_array__"):
-        remedy = "register the class as a pytree, or pass the array itself, `jnp.asarray(...)`"
-        why = "has a `__jax_array__` method, but its class is not a pytree, so JAX cannot trace it"
-        return kind, why, remedy
+    if is_jax_value(static):
+        return kind, *JAX_VALUE
     if runs_once(value):
         why = "would be exhausted by the trace, and its arrays would be constants of the program"
         return kind, why, "pass a list or an array"
     if isinstance(static, StaticArgument) and not is_hashable(static):
-        remedy = "make the argument hashable"
-        if is_array(value):
-            remedy = "remove the argument from `static_argnums` and `static_argnames`"
+        remedy = "make the argument hashable, or do not declare it static"
         return value_text(value), "is declared static, but is not hashable", remedy
     return None
 

@@ -22,7 +22,7 @@ def test_a_traced_array_in_a_static_field_is_refused():
         return Output.of({"kept": [kept], "fine": Leafy(x, None)}, "make")
 
     with raises(
-        "make: the result has 1 static value that would outlive the trace",
+        "make: the result has 1 value that a compiled function cannot return",
         "kept.0.static",
         "without `static=True`",
     ):
@@ -46,7 +46,7 @@ WRAPPERS = {
 @pytest.mark.parametrize("kind", LATER)
 def test_what_computes_after_the_trace_is_refused(kind: str, wrapper: str):
     with raises(
-        "1 static value that would outlive the trace",
+        "the result has 1 value that a compiled function cannot return",
         f"result.a.0   {kind}",
         "computes its elements lazily",
         "return a list or an array",

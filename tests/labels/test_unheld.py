@@ -40,9 +40,7 @@ DOORS: dict[str, Callable[[Any], Any]] = {
     "grad": ft.grad(total),
     "jit": ft.jit(lambda tree: tree),
     "jit, lowered": ft.jit(lambda tree: tree).lower,
-    "a result of jit": lambda tree: ft.jit(lambda: tree)(),
     "shard_map": ft.shard_map(lambda tree: tree, mesh=MESH, in_specs=P(), out_specs=P()),
-    "a result of init": lambda tree: ft.init(lambda: tree, P(), MESH)(),
 }
 CELLS = [(door, value) for door in DOORS for value in VALUES]
 

@@ -78,38 +78,26 @@ SINGLE = SingleDeviceSharding(DEVICE)
 FORMAT = Format(Layout((0,)), NamedSharding(MESH, P("data")))
 OF_FORMAT = "; the compiler chooses memory layouts, so write only this Format's `.sharding`"
 
+JAX_VALUE = ("is a JAX value, but not an array", "Try: use its arrays instead, such as `ref[...]`")
+
 CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "pmap": (lambda: in_pmap(jnp.ones((8, 2))), (PMAP,)),
-    "a ref": (
-        lambda: ft.jit(lambda r: r[...])(jax.new_ref(X)),
-        ("r   Ref\n      is mutable", "Try: pass its value, `ref[...]`"),
-    ),
+    "a ref": (lambda: ft.jit(lambda r: r[...])(jax.new_ref(X)), ("r   Ref\n", *JAX_VALUE)),
     "a ref as a result": (
         lambda: ft.jit(lambda x: {"r": jax.new_ref(x)})(X),
-        ("result.r   Ref\n", "Try: return its value, `ref[...]`"),
+        ("result.r ", *JAX_VALUE),
     ),
     "a ref that is closed over": (
         with_ref,
         ("closes over a `jax.Ref`", "pass the ref's value, and return the new value"),
     ),
-    "hijax": (
-        lambda: ft.jit(lambda pair: pair.values)([Pair(X)]),
-        (
-            "pair.0   Pair\n",
-            "has a type from `jax.experimental.hijax`, which functree does not support",
-            "use the value's arrays instead, or use `jax.",
-        ),
-    ),
-    "hijax as a result": (
-        lambda: ft.jit(Pair)(X),
-        ("result   Pair\n", "is a `jax.experimental.hijax` value"),
-    ),
+    "hijax": (lambda: ft.jit(lambda pair: pair.values)([Pair(X)]), ("pair.0   Pair\n", *JAX_VALUE)),
+    "hijax as a result": (lambda: ft.jit(Pair)(X), ("result   Pair\n", *JAX_VALUE)),
     "abstract": (
         lambda: ft.jit(lambda x: (x, abstract()))(X),
         (
-            "the result has 1 abstract array",
+            "the result has 1 value that a compiled function cannot return",
             "result.1   f32[3]\n      is abstract",
-            "or return an array",
         ),
     ),
     "export of a closed ref": (

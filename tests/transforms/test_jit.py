@@ -302,11 +302,8 @@ def test_static_parameters(options: Any):
         f(X, n), f(X, n=n)
         assert seen[-1] == n and type(seen[-1]) is type(n)
     assert len(seen) == 3
-    for value, remedy in (
-        (X, "remove the argument from `static_arg"),
-        ([3], "make the argument hashable"),
-    ):
-        told = "cannot be static", "n   ", "static, but is not hashable", remedy
+    told = "cannot be static", "n   ", "static, but is not hashable", "make the argument hashable"
+    for value in X, [3]:
         with raises(*told, error=FunctreeTypeError):
             f(X, value)
 
@@ -361,12 +358,9 @@ class Hidden:
 
 def test_an_array_that_jax_does_not_see_is_refused():
     f = ft.jit(lambda tree: jax.tree.leaves(tree)[0] * 2)
-    told = "tree.a.0   Hidden\n      has a `__jax_array__` method, but its class is not a pytree"
-    with raises(told, "register the class as a pytree, or pass the array", error=FunctreeTypeError):
+    told = "tree.a.0   Hidden\n      is a JAX value, but not an array"
+    with raises(told, "use its arrays instead", error=FunctreeTypeError):
         f({"a": [Hidden(X)]})
-    told = "tree.0   ShapedArray\n      is the type of an array"
-    with raises(told, "pass `jax.ShapeDtypeStruct(x.shape, x.dtype)`", error=FunctreeTypeError):
-        f.lower([jax.typeof(X)])
 
 
 @pytest.mark.parametrize(("static", "donated"), [("x", 0), ("mode", "mode"), ("more", "mode")])
