@@ -3,8 +3,6 @@
 Two compilations of one function ─► the differences between them.
 """
 
-import dataclasses
-import functools
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -30,8 +28,8 @@ class Difference(NamedTuple):
     Attributes:
         path: the path of the leaf, which begins with a parameter's name; empty if the difference is
             not in a leaf.
-        kind: one of `static`, `shape`, `dtype`, `weak type`, `sharding`, `devices`, `structure`,
-            `rules`, `mesh`, `compiler options` and `settings`.
+        kind: one of `static`, `shape`, `dtype`, `weak type`, `sharding`, `structure`, `rules`,
+            `mesh`, `compiler options` and `settings`.
         before: the value in the earlier compilation.
         now: the value in this compilation.
     """
@@ -47,32 +45,22 @@ class Difference(NamedTuple):
     @property
     def change(self) -> str:
         """The difference as text, without the path."""
-        before, now = self.text(self.before), self.text(self.now)
+        before, now = self._text(self.before), self._text(self.now)
         text = f"{self.kind} {before} → {now}"
-        if before == now and self.kind in ("mesh", "devices"):
-            text += " (different devices, or the same devices in a different order)"
+        if before == now and self.kind in ("mesh", "sharding"):
+            text += " (different devices, a different order of devices, or other types of axes)"
         elif before == now:
             # The values differ but their texts do not, as with two lambdas from one line.
             text += " (a different object, equal only to itself: create it once and reuse it)"
         return text
 
-    def text(self, value: object) -> str:
+    def _text(self, value: object) -> str:
         """Return the text of `before` or `now`. A function's text is its name."""
         if self.kind == "static":
             return getattr(value, "__qualname__", getattr(value, "__name__", None)) or repr(value)
         if isinstance(value, Mesh | AbstractMesh):
-            # The types of the axes may be the only difference.
-            kinds = "/".join(dict.fromkeys(kind.name for kind in value.axis_types))
-            return f"{mesh_view(value)} {kinds}"
-        if self.kind == "devices" and isinstance(value, tuple):
-            return _devices_text(value)
+            return str(mesh_view(value))
         return str(value)
-
-
-def _devices_text(names: tuple[str, ...]) -> str:
-    """List the names of a mesh's devices, or only the first four if there are more."""
-    shown = ", ".join(names[:4])
-    return shown if len(names) <= 4 else f"{shown}, … ({len(names)} devices)"
 
 
 class Compilation(NamedTuple):
@@ -100,7 +88,7 @@ def _why(differences: Sequence[Difference]) -> str:
     """Render differences as text, with one entry for all paths that share a change."""
     paths: dict[str, list[str]] = {}
     # Shardings come last, since a state's arrays often move together as a result of another change.
-    for each in sorted(differences, key=lambda each: each.kind in ("sharding", "devices")):
+    for each in sorted(differences, key=lambda each: each.kind == "sharding"):
         paths.setdefault(each.change, []).extend([str(each.path)] if each.path else [])
     texts: list[str] = []
     for change, changed in paths.items():
@@ -164,16 +152,9 @@ def _of_array(array: AnyArray) -> Properties:
         ("shape", tuple(kind.shape)),
         ("dtype", dtype_text(kind.dtype)),
         ("weak type", bool(kind.weak_type)),
-        ("sharding", sharding_text(sharding)),
-        # The text of a sharding without a mesh already names the devices.
-        ("devices", _device_names(mesh) if isinstance(mesh, Mesh) else None),
+        # The text of a sharding on a mesh does not name the devices. An abstract mesh has none.
+        ("sharding", (sharding_text(sharding), mesh if isinstance(mesh, Mesh) else None)),
     )
-
-
-@functools.lru_cache(maxsize=64)
-def _device_names(mesh: Mesh) -> tuple[str, ...]:
-    """Return the names of a mesh's devices, as one object for all arrays on the mesh."""
-    return tuple(map(str, mesh.devices.flat))
 
 
 def differences(before: Situation, now: Situation) -> tuple[Difference, ...]:
@@ -182,10 +163,17 @@ def differences(before: Situation, now: Situation) -> tuple[Difference, ...]:
     for path in dict.fromkeys((*before.leaves, *now.leaves)):
         old, new = before.leaves.get(path), now.leaves.get(path)
         # The leaf exists in only one situation, or is an array in one and static in the other.
-        if old is None or new is None or dict(old).keys() != dict(new).keys():
+        if old is None or new is None or len(old) != len(new):
             changes.append(Difference(path, "structure", _brief(old), _brief(new)))
-        else:
-            changes += _leaf_differences(path, old, new)
+            continue
+        for (kind, one), (_, other) in zip(old, new, strict=True):
+            if one == other:
+                continue
+            if isinstance(one, StaticValue):
+                one, other = one.value, other.value
+            elif kind == "sharding":
+                (one, _), (other, _) = one, other
+            changes.append(Difference(path, kind, one, other))
     if before.mesh != now.mesh:
         changes.append(Difference(Path(), "mesh", before.mesh, now.mesh))
     if before.rules != now.rules:
@@ -195,32 +183,6 @@ def differences(before: Situation, now: Situation) -> tuple[Difference, ...]:
             Difference(Path(), "compiler options", dict(before.options), dict(now.options))
         )
     return tuple(changes)
-
-
-def _leaf_differences(path: Path, before: Properties, now: Properties) -> list[Difference]:
-    """Compare the properties of a leaf that is an array in both situations, or static in both."""
-    changes: list[Difference] = []
-    for (kind, old), (_, new) in zip(before, now, strict=True):
-        if old == new:
-            continue
-        if isinstance(old, StaticValue) and isinstance(new, StaticValue):
-            changes += _static_differences(path, old.value, new.value)
-        # A difference in shardings makes a difference in devices redundant.
-        elif kind != "devices" or not any(change.kind == "sharding" for change in changes):
-            changes.append(Difference(path, kind, old, new))
-    return changes
-
-
-def _static_differences(path: Path, before: Any, now: Any) -> list[Difference]:
-    """Compare two static values, or their fields if both are instances of one dataclass."""
-    fields: list[Difference] = []
-    is_config = dataclasses.is_dataclass(before) and not isinstance(before, type)
-    if is_config and type(before) is type(now):
-        for field in dataclasses.fields(before):
-            old, new = getattr(before, field.name), getattr(now, field.name)
-            if StaticValue(old).differs(new):
-                fields.append(Difference(path / field.name, "static", old, new))
-    return fields or [Difference(path, "static", before, now)]
 
 
 def _brief(properties: Properties | None) -> str:
