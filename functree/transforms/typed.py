@@ -4,17 +4,16 @@ A function ─► the same function with checks. `ft.shard_map` uses only `check
 """
 
 import functools
-import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
-from typing import Any, ParamSpec, TypeVar, overload
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, ParamSpec, TypeVar, get_type_hints, overload
 
 import jax
 from jax.sharding import AxisType
 from jaxtyping import jaxtyped
 
-from functree.argument_checks import FLAG, FUNCTION, check
-from functree.calls.signature import AnyFunction, Record, Signature, inspected, wrapper_updates
+from functree.argument_checks import FLAG, FUNCTION, check, shown
+from functree.calls.signature import Record, Signature, wrapper_updates
 from functree.devices.meshes import MeshView
 from functree.devices.specs import of_rank, spec_text, typed_spec, without
 from functree.errors import AxesError, FunctreeTypeError, Problem, ShardingError, count
@@ -49,9 +48,10 @@ def typed(
     """Wrap a function to check its arguments and result against its annotations.
 
     The checks cover the sizes of named axes, dtypes, types and shardings. beartype checks the
-    values that are not arrays. On a mesh with Explicit axes, the shardings in the types of
-    annotated arrays are compared with the ambient rules. Under jit, all checks run while the
-    function is traced, and add no operation to the program.
+    values that are not arrays, unless Python cannot resolve a quoted annotation. On a mesh with
+    Explicit axes, the shardings in the types of annotated arrays are compared with the ambient
+    rules. Under jit, all checks run while the function is traced, and add no operation to the
+    program.
 
     Args:
         fun: a function or a method.
@@ -69,8 +69,9 @@ def typed(
         ShardingError: (when called) if the type of an array on Explicit axes contradicts the rules.
         ShardingError: (when called) with `constrain=True`, if an array cannot be constrained.
         ShardingError: (when called) with `constrain=True`, if there is a mesh but no rules.
-        TypeError: (when called) if a value that is not an array does not have its annotated type.
-            beartype and jaxtyping may raise errors of other classes.
+        FunctreeError: (when called) if a value that is not an array does not have its annotated
+            type. For an annotation that beartype or jaxtyping cannot read, they raise errors of
+            other classes.
 
     Examples:
         >>> @ft.typed
@@ -91,7 +92,7 @@ def typed(
     check("typed: invalid arguments", fun=(fun, FUNCTION.or_none()), constrain=(constrain, FLAG))
     if fun is None:
         return functools.partial(typed, constrain=constrain)
-    from beartype import beartype  # imported only here, since the import is slow
+    from beartype.door import is_bearable  # imported only here, since the import is slow
 
     signature, partial = Signature.of(fun)
     if isinstance(fun, type):
@@ -100,76 +101,44 @@ def typed(
             "`@jaxtyped(typechecker=beartype)` above the class to check its fields"
         )
 
-    def check_and_constrain(record: Record, known: Sizes | None) -> tuple[Record, Sizes]:
+    def checked(record: Record, given: Collection[str], known: Sizes) -> tuple[Record, Sizes]:
         """Check a call or a result, and return it with the sizes of its axes.
 
         With `constrain=True`, the annotated arrays are constrained.
         """
         leaves = read(record)
         sizes = check_sizes(signature.name, record, leaves.leaves, known)
+        # Defaults are left out, since they need not have the annotated type, as in
+        # `mask: Float[Array, "n"] = None`.
+        hints: dict[str, Any] = {}
+        with suppress(*UNREADABLE):
+            hints = get_type_hints(type(record), include_extras=True)
+        problems: list[Problem] = []
+        for name, value in zip(record._fields, record, strict=True):
+            hint = hints.get(name, object)
+            if name in given and not is_bearable(value, hint):
+                why = f"does not have its annotated type `{shown(hint)}`"
+                remedy = "pass a value of this type, or change the annotation"
+                problems.append(Problem(Path((name,)), None, shown(value), why, remedy))
+        if problems:
+            number = count(len(problems), "value")
+            raise FunctreeTypeError(f"{signature.name}: {number} of a wrong type", problems)
         if constrain:
             return _constrain_annotated(leaves), sizes
-        _check_types(signature.name, leaves)
+        _check_shardings(signature.name, leaves)
         return record, sizes
-
-    def unchecked(*args: Any, **kwargs: Any) -> Tree:
-        result = signature.result(partial.fun(*args, **kwargs))
-        return check_and_constrain(result, _SIZES.get())[0][0]
-
-    # jaxtyping checks the result when `checked` returns. functree's check runs earlier,
-    # inside `unchecked`, so its message comes first.
-    checked = jaxtyped(_called_as(partial.fun)(unchecked), typechecker=beartype)
-    needed = _needed(partial.fun)
 
     @functools.wraps(fun, updated=wrapper_updates(fun))
     def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         all_args, all_kwargs = partial.with_bound(args, kwargs)
-        call, sizes = check_and_constrain(signature.bind(all_args, all_kwargs), None)
-        # `checked` has the user's signature, so the sizes of this call cannot be passed to it as an
-        # argument.
-        token = _SIZES.set(sizes)
-        try:
-            # Defaults are left out, since they need not have the annotated type, as in
-            # `mask: Float[Array, "n"] = None`.
-            given = signature.given(all_args, all_kwargs)
-            return signature.run(checked if needed.issubset(given) else unchecked, call, given)
-        finally:
-            _SIZES.reset(token)
+        call = signature.bind(all_args, all_kwargs)
+        # The names of axes mean the same in all annotations of a call, and in its body.
+        with jaxtyped("context"):
+            call, sizes = checked(call, signature.given(all_args, all_kwargs), {})
+            result = signature.result(signature.run(partial.fun, call))
+            return checked(result, signature.result._fields, sizes)[0][0]
 
     return wrapper
-
-
-def _called_as(fun: AnyFunction) -> Callable[[AnyFunction], AnyFunction]:
-    """Return a decorator like `functools.wraps(fun)` that keeps the signature of `fun` itself.
-
-    `fun` may be a wrapper whose signature differs from the inner function's signature.
-    """
-
-    def decorate(wrapper: AnyFunction) -> AnyFunction:
-        wrapped: Any = functools.wraps(fun)(wrapper)
-        wrapped.__signature__ = inspected(fun)
-        if not wrapped.__name__.isidentifier():
-            wrapped.__name__ = "function"  # for a lambda: jaxtyping uses the name in code
-        return wrapped
-
-    return decorate
-
-
-def _needed(fun: AnyFunction) -> set[str]:
-    """Return the parameters that jaxtyping requires in a call.
-
-    A wrapper may supply some of these parameters.
-    """
-    parameters = inspected(fun).parameters.values()
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return {
-        parameter.name
-        for parameter in parameters
-        if parameter.default is parameter.empty and parameter.kind not in variadic
-    }
-
-
-_SIZES: "ContextVar[Sizes | None]" = ContextVar("sizes of the call being checked", default=None)
 
 
 def _constrain_annotated(leaves: Leaves) -> Tree:
@@ -187,7 +156,7 @@ def _constrain_annotated(leaves: Leaves) -> Tree:
     return leaves.skeleton.fill(values)
 
 
-def _check_types(name: str, leaves: Leaves) -> None:
+def _check_shardings(name: str, leaves: Leaves) -> None:
     """Raise ShardingError if the types of annotated arrays contradict the ambient rules.
 
     Only types on Explicit axes have shardings.
