@@ -21,9 +21,10 @@ from typing import (
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from functree.argument_checks import FUNCTION, TEXTS, Flag, check, checked, parameter_error, shown
+from functree.argument_checks import FUNCTION, TEXTS, Flag, Takes, checked
 from functree.calls.body import Arguments, Body
 from functree.calls.call_groups import CallGroup, FlatCall
+from functree.calls.checks import check_mesh
 from functree.calls.function import Function
 from functree.calls.output import Output
 from functree.calls.parameter_layouts import ParameterLayouts
@@ -31,14 +32,13 @@ from functree.calls.program import Program, make_program
 from functree.calls.signature import AnyFunction, Signature
 from functree.devices.meshes import (
     NO_MESH,
-    MeshLike,
     MeshView,
     abstract_mesh,
     current_mesh,
     mesh_view,
     tracing,
 )
-from functree.devices.placement import first_mesh, is_concrete, sharding_text
+from functree.devices.placement import first_mesh
 from functree.devices.specs import axes_text, named_axes, spec_text, typed_spec, without
 from functree.devices.varying import varying_axes
 from functree.errors import FunctreeTypeError, Problem, ShardingError, did_you_mean
@@ -64,6 +64,11 @@ from functree.tree.arrays import AnyArray
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 Shapes = Literal["global", "local"] | None
+_SHAPES = Takes(
+    '"global", "local" or None',
+    lambda value: value is None or isinstance(value, str),
+    lambda value: value in ("global", "local", None),
+)
 
 
 class MapOptions(NamedTuple):
@@ -145,7 +150,7 @@ class ManualMesh(NamedTuple):
                 why += "but shard_map cannot move arrays between memory kinds"
                 remedy = "move it before or after the call, with `ft.shard` or `ft.jit`"
                 problems.append(leaf.problem(why, remedy))
-            if spec is None and not local and self.explicit and not is_untyped(leaf.value):
+            if spec is None and not local and self.explicit:
                 spec = typed_spec(leaf.value)
             if spec is None:
                 problems.append(leaf.problem(*UNSPECIFIED))
@@ -182,33 +187,17 @@ class ManualMesh(NamedTuple):
 
     # Problems that a plan does not find
 
-    def misplaced(self, leaf: Leaf, spec: PartitionSpec) -> list[Problem]:
-        """Return the problem of an array that JAX would not move, or an empty list.
+    def differing(self, leaf: Leaf, spec: PartitionSpec) -> list[Problem]:
+        """Return the problem of an array whose type has a different spec, or an empty list.
 
-        Such an array is on different devices, or its type on Explicit axes has a different mesh or
-        spec.
+        JAX does not reshard such an array.
         """
-        value, why, remedy = leaf.value, "", "move it to the mesh with `ft.shard`"
-        # JAX moves NumPy arrays, and abstract arrays are on no device.
-        committed = is_concrete(value) and value.committed
-        devices = set(self.mesh.devices.flat) if isinstance(self.mesh, Mesh) else None
-        if committed and devices is not None and value.sharding.device_set != devices:
-            why = f"is placed {sharding_text(value.sharding)}, but the mesh has different devices"
-        elif not is_untyped(value):
-            have, mesh = typed_spec(value), jax.typeof(value).sharding.mesh
-            if have is None and self.explicit:
-                why = f"its type is on mesh {mesh_view(mesh)} with Auto axes, "
-                why += "but shard_map runs over Explicit axes"
-            elif have is not None and mesh.axis_names != self.mesh.axis_names:
-                why = f"its type is on mesh {mesh_view(mesh)} with Explicit axes, "
-                why += f"but shard_map runs on mesh {mesh_view(self.mesh)}"
-            elif have is not None and self.explicit and self.project(have) != spec:
-                why = f"its type has the spec {spec_text(self.project(have))}, "
-                why += f"but its layout has the spec {spec_text(spec)}; "
-                why += "shard_map does not reshard it"
-                remedy = "apply `jax.sharding.reshard` before the call, or use the spec of its type"
-        if not why:
+        have = typed_spec(leaf.value)
+        if have is None or not self.explicit or self.project(have) == spec:
             return []
+        why = f"its type has the spec {spec_text(self.project(have))}, "
+        why += f"but its layout has the spec {spec_text(spec)}; shard_map does not reshard it"
+        remedy = "apply `jax.sharding.reshard` before the call, or use the spec of its type"
         return [leaf.problem(why, remedy)]
 
     def varying(self, leaf: Leaf, spec: PartitionSpec) -> list[Problem]:
@@ -297,13 +286,14 @@ class Mapped(Function[_P, _T]):
             AxesError: if the arrays do not match their annotations.
         """
         options, signature, group = self._options, self._signature, flat.group
+        check_mesh(signature.name, group.paths, flat.arrays, manual.mesh)
         leaves, parts = self._layouts.read(flat.call)
         specs, problems = manual.lay(leaves, parts)
         sizes: Sizes = {}
         if options.shapes == "global":
             sizes = check_sizes(signature.name, flat.call, leaves.leaves, where="global")
         for leaf, spec in zip(leaves.leaves, specs, strict=True):
-            problems += manual.misplaced(leaf, spec)
+            problems += manual.differing(leaf, spec)
         if problems:
             raise refuse(problems, mesh_view(manual.mesh), f"{signature.name}: ")
         traced = _traced_once(signature, self._traces.fun, group, options.shapes, rules)
@@ -330,31 +320,22 @@ class Mapped(Function[_P, _T]):
         if mesh is None:
             raise ShardingError(f"{name}: there is no mesh: {NO_MESH}")
         view = mesh_view(mesh)
-        where = ""
-        if outer.manual_axes and dict(mesh.shape) != dict(outer.shape):
-            where = f"inside a shard_map over {mesh_view(outer)}"
-        elif tracing() and not outer.empty and outer.size != mesh.size:
-            # JAX's own message would mention a context that the user did not enter.
-            where = f"under the mesh {mesh_view(outer)}, which has a different number of devices"
-        if where:
-            raise ShardingError(
-                f"{name}: its mesh is {view}, but it is called {where}: leave `mesh=` out"
-            )
         if outer.manual_axes:
+            if dict(mesh.shape) != dict(outer.shape):
+                raise ShardingError(
+                    f"{name}: its mesh is {view}, but it is called inside a shard_map over "
+                    f"{mesh_view(outer)}: leave `mesh=` out"
+                )
             mesh = outer  # it records which axes are Manual
         free = [axis for axis in mesh.axis_names if axis not in outer.manual_axes]
         wanted = self._options.axis_names or free
-        if not wanted:
+        others = [axis for axis in wanted if axis not in free]
+        if others or not wanted:
+            near = did_you_mean(others[0], free) if others else ""
             raise ShardingError(
-                f"{name}: all axes of the mesh {view} are already Manual: call the function "
-                "without shard_map, or limit `axis_names=` of the outer shard_map"
+                f"{name}: `axis_names` ({', '.join(wanted) or 'none'}) must be axes of the mesh "
+                f"{view} that are not Manual yet ({', '.join(free) or 'none'}){near}"
             )
-        for axis in wanted:
-            if axis not in free:
-                why = f"is not an axis of the mesh {view}{did_you_mean(axis, free)}"
-                if axis in outer.manual_axes:
-                    why = f"is already Manual on the mesh {view}: remove it"
-                raise ShardingError(f"{name}: `{axis}` in `axis_names` {why}")
         return ManualMesh(mesh, frozenset(wanted))
 
 
@@ -444,7 +425,7 @@ def _specs_of_result(
 class MapKeywords(TypedDict, total=False):
     """The options of `ft.shard_map`, as users write them."""
 
-    mesh: MeshLike
+    mesh: Mesh | AbstractMesh | None
     in_specs: LayoutTree
     out_specs: LayoutTree
     rules: LayoutLike
@@ -463,13 +444,13 @@ def shard_map(
 def shard_map(
     fun: Annotated[Callable[_P, _T], FUNCTION] | None = None,
     *,
-    mesh: MeshLike = None,
+    mesh: Mesh | AbstractMesh | None = None,
     in_specs: LayoutTree = None,
     out_specs: LayoutTree = None,
     rules: LayoutLike = None,
-    axis_names: Collection[str] | None = None,
+    axis_names: Annotated[Collection[str], TEXTS] | None = None,
     check_vma: Flag = True,
-    shapes: Shapes = "global",
+    shapes: Annotated[Shapes, _SHAPES] = "global",
     **refused: object,
 ) -> Mapped[_P, _T] | Callable[[Callable[_P, _T]], Mapped[_P, _T]]:
     """Run a function on each device, with that device's shards of the arrays.
@@ -546,42 +527,18 @@ def shard_map(
         (2, 6)
     """
     for name in refused:
-        raise FunctreeTypeError(_REFUSED.get(name, f"shard_map has no option `{name}`"))
-    # The type is checked first, since `in` would compare an array element by element.
-    if not (shapes is None or isinstance(shapes, str)) or shapes not in ("global", "local", None):
-        raise parameter_error(
-            f'shard_map: shapes={shown(shapes)} is invalid: use "global", "local" or None',
-            right_type=isinstance(shapes, str),
-        )
-    # A string is itself a collection of strings, so it would pass the next check.
-    if isinstance(axis_names, str):
-        raise FunctreeTypeError(
-            f"shard_map: axis_names={axis_names!r} is a string: pass a set, {{{axis_names!r}}}"
-        )
-    check("shard_map: invalid arguments", axis_names=(axis_names, TEXTS.or_none()))
-    # For `mesh_view`, None would mean the current mesh. Here, None means the mesh of each call.
-    given_mesh = None
-    if mesh is not None:
-        given_mesh = mesh_view(mesh).mesh
-        if given_mesh is None:
-            raise ShardingError("shard_map: `mesh` has only sizes: pass a `Mesh` with devices")
+        near = did_you_mean(name, MapKeywords.__annotations__)
+        raise FunctreeTypeError(f"shard_map has no option `{name}`{near}")
+    # Sizes are enough for a plan, but a program is compiled for devices.
+    if mesh is not None and mesh_view(mesh).mesh is None:
+        raise ShardingError("shard_map: `mesh` has only sizes: pass a `Mesh` with devices")
     layout = None if rules is None else as_layout(rules)
     # The containers of layouts are copied, so that later changes cannot affect shared traces.
     layouts = copied(in_specs), copied(out_specs)
     manual = None if axis_names is None else tuple(axis_names)
-    options = MapOptions(given_mesh, *layouts, layout, manual, check_vma, shapes)
+    options = MapOptions(mesh, *layouts, layout, manual, check_vma, shapes)
 
     def wrap(fun: Callable[_P, _T]) -> Mapped[_P, _T]:
         return Mapped.of(fun, options)
 
     return wrap if fun is None else wrap(fun)
-
-
-# Earlier versions of JAX had these options.
-_REFUSED = {
-    "check_rep": "shard_map has no option `check_rep`: use `check_vma=`",
-    "auto": (
-        "shard_map has no option `auto`: use `axis_names=`, and name the mesh axes that become "
-        "Manual, not the Auto ones"
-    ),
-}
