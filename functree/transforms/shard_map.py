@@ -142,7 +142,7 @@ class ManualMesh(NamedTuple):
             same=range(len(leaves.leaves)),
             allow_unspecified=True,
         )
-        problems, specs = [*plan.problems, *self._outside(leaves, parts)], list[PartitionSpec]()
+        problems, specs = [*plan.problems, *self._outside(parts)], list[PartitionSpec]()
         for leaf, row in zip(leaves.leaves, plan.rows, strict=True):
             spec = row.spec
             if row.memory_kind is not None:
@@ -157,28 +157,21 @@ class ManualMesh(NamedTuple):
             specs.append(self.project(spec or PartitionSpec()))
         return tuple(specs), problems
 
-    def _outside(self, leaves: Leaves, parts: Sequence[Part]) -> list[Problem]:
-        """Return a problem for each leaf whose `P` names a mesh axis that is not made Manual here.
+    def _outside(self, parts: Sequence[Part]) -> list[Problem]:
+        """Return a problem for each `P` that names a mesh axis that is not made Manual here.
 
         Rules may name such mesh axes, since rules also serve other functions. Specs from rules omit
         these mesh axes.
         """
         problems: list[Problem] = []
         for part in parts:
-            if not isinstance(part.layout, SpecLayout):
-                continue
-            spec = part.layout.spec
+            spec = part.layout.spec if isinstance(part.layout, SpecLayout) else PartitionSpec()
             others = named_axes(spec).intersection(self.mesh.axis_names) - self.axes
-            if not others:
-                continue
-            manual = axes_text(sorted(self.axes))
-            named = axes_text(sorted(others))
-            why = f"{spec_text(spec)} names `{named}`, "
-            why += f"but this shard_map makes only `{manual}` Manual"
-            remedy = f"remove `{named}` from the spec, or add `{named}` to `axis_names`"
-            for leaf in leaves.leaves:
-                if leaf.path[: len(part.path)] == part.path:
-                    problems.append(leaf.problem(why, remedy))
+            if others:
+                why = f"names `{axes_text(sorted(others))}`, but this shard_map makes only "
+                why += f"`{axes_text(sorted(self.axes))}` Manual"
+                remedy = "remove the others from the spec, or add them to `axis_names`"
+                problems.append(Problem(part.path, None, spec_text(spec), why, remedy))
         return problems
 
     def project(self, spec: PartitionSpec) -> PartitionSpec:

@@ -483,7 +483,7 @@ def call(*, x: Any = X, fun: Any = lambda x: x, mesh: Any = MESH, **options: Any
 
 
 NO_LAYOUT = "no layout was given for this array (`None`)"
-NOT_MANUAL = "P('model') names `model`, but this shard_map makes only `data` Manual"
+NOT_MANUAL = "names `model`, but this shard_map makes only `data` Manual"
 HOST = NamedSharding(MESH, P("data"), memory_kind="pinned_host")
 OF_DATA = {"axis_names": {"data"}}
 ODD = {"a": jnp.ones((7, 4)), "b": jnp.ones((5, 4))}
