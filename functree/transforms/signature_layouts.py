@@ -7,20 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jax.sharding import PartitionSpec
-
 from functree.argument_checks import FUNCTION, check
 from functree.calls.signature import RESULT, Signature
 from functree.errors import AxesError
 from functree.labels.annotations.hints import NOTHING, UNREADABLE, Hint, field_hints
-from functree.layout.layout import (
-    Layout,
-    LayoutLike,
-    LayoutTree,
-    Modifier,
-    NoLayout,
-    as_layout,
-)
+from functree.layout.layout import Layout, LayoutLike, LayoutTree, Modifier, as_layout
 from functree.layout.rules import AxisRules, spec_of_axes
 
 _STATIC = (int, float, complex, bool, str, bytes, type(None), None)
@@ -47,8 +38,6 @@ def signature_layouts(
     Raises:
         FunctreeError: if `fun` is not a function.
         AxesError: if an annotation cannot be resolved.
-        AxesError: if alternatives of an annotation have the same rank and dtype, but different
-            names.
         RuleError: if `rules` is not a layout.
         ShardingError: if an axis has no rule.
 
@@ -102,42 +91,25 @@ def _layout(hint: Hint, rules: Layout, what: str) -> LayoutTree:
         return AnnotationLayout(rules, hint)
     if hint.elements:
         return tuple(_layout(element, rules, what) for element in hint.elements)
-    if hint.element is None:
-        return _array_layout(hint, rules, what)
-    inner = _layout(hint.element, rules, what)
-    # This layout is for the whole container. A spec, and rules without an annotation, apply to each
-    # element. An `AnnotationLayout` reads the annotation at a leaf's path below the container. A
-    # tuple, as for `list[tuple[X, Y]]`, would mean one entry for each element of the list.
-    return AnnotationLayout(rules, hint) if isinstance(inner, tuple | AnnotationLayout) else inner
-
-
-def _array_layout(hint: Hint, rules: Layout, what: str) -> Layout | PartitionSpec:
-    """Return an annotated array's spec, or an `AnnotationLayout` if the spec depends on the array.
-
-    The rank and the dtype of an array select among alternatives
-    (`Float[Array, "a b"] | Float[Array, "c"]`).
-    """
-    kinds: dict[Any, Any] = {}
-    for form in hint.forms:
-        if form.wrong:
-            raise AxesError(f"{what}, cannot be read: {form.wrong}")
-        named = form.spec, [dim.token for dim in form.dims]
-        if kinds.setdefault((len(form.dims), form.dtype), named) != named:
-            raise AxesError(
-                f"{what}, is ambiguous, since alternatives of the same rank and dtype have "
-                "different axis names: use the same names"
-            )
-    said = {(form.plain, form.spec) for form in hint.forms}
-    if len(said) > 1:
+    if hint.element is not None:
+        inner = _layout(hint.element, rules, what)
+        # This layout is for the whole container. A spec, and rules without an annotation, apply to
+        # each element. An `AnnotationLayout` reads the annotation at a leaf's path below the
+        # container. A tuple, as for `list[tuple[X, Y]]`, would mean one entry for each element of
+        # the list.
+        waits = isinstance(inner, tuple | AnnotationLayout)
+        return AnnotationLayout(rules, hint) if waits else inner
+    # The rank and the dtype of an array select among alternatives. Other layouts may have a mesh or
+    # a memory kind, and may shard more dimensions than the annotation does, so a bare spec would
+    # lose this information.
+    form, *alternatives = hint.forms
+    if alternatives or form.wrong or not isinstance(rules, AxisRules):
         return AnnotationLayout(rules, hint)
-    ((axes, spec),) = said
-    # Other layouts may have a mesh or a memory kind, and may shard more dimensions than the
-    # annotation does. A bare spec would lose this information.
-    if spec is not None and isinstance(rules, AxisRules | NoLayout):
-        return spec
-    if axes is None or not isinstance(rules, AxisRules):
+    if form.spec is not None:
+        return form.spec
+    if form.plain is None:
         return AnnotationLayout(rules, hint)
-    return spec_of_axes(rules, axes, None, None)
+    return spec_of_axes(rules, form.plain, None, None)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
