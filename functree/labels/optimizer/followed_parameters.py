@@ -7,13 +7,10 @@ shows which parameter it belongs to. A leaf with its parameter's shape has all o
 dimensions. For other leaves, `tx.init` is traced a second time, with all sizes of the parameters
 changed to distinct ones. A leaf's new sizes then show which of the parameter's dimensions the leaf
 has.
-
-Tracing is slow, and most parameters of a large model are alike. If the optimizer allows it, the
-second trace therefore covers only one parameter of each kind.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -21,9 +18,8 @@ import jax
 from functree.errors import FunctreeError, FunctreeTypeError
 from functree.labels.leaf import FollowedLeaf, Leaf
 from functree.labels.leaves import arrays_by_path
-from functree.tree.arrays import AnyArray
 from functree.tree.paths import Keys, Path
-from functree.tree.skeleton.skeleton import Skeleton, read_abstract
+from functree.tree.skeleton.skeleton import Skeleton, abstract_result
 
 T = TypeVar("T")
 
@@ -109,29 +105,8 @@ def find_followed(
         followed[path] = _by_shape(array.shape, owners[path], parameters)
         if array.shape and (len(owners[path]) > 1 or not followed[path].known):
             unclear.append(path)
-    attempts = [(dict(zip(unclear, unclear, strict=True)), list(parameters))]
-    alike = _alike(unclear, state, owners, parameters)
-    some = list({owner: None for path in alike.values() for owner in owners[path]})
-    # If an optimizer needs all parameters but gets only some, it raises an error, or its state has
-    # different leaves.
-    if 2 * len(some) <= len(parameters):
-        attempts.insert(0, (alike, some))
-    for like, chosen in attempts:
-        if not unclear:
-            break
-        wanted = dict.fromkeys(like[path] for path in unclear)
-        by_sizes = _by_sizes(tx, trained, state, owners, chosen, wanted)
-        left: list[Path] = []
-        for path in unclear:
-            follows = by_sizes.get(like[path])
-            if follows is not None:
-                # Leaves of one kind each follow their own parameter.
-                owner = follows.path if like[path] == path else owners[path][0]
-                followed[path] = follows._replace(path=owner)
-            # A leaf that belongs to no parameter may depend on the number of parameters.
-            if follows is None or not (follows.known or owners[path]):
-                left.append(path)
-        unclear = left
+    if unclear:
+        followed |= _by_sizes(tx, trained, state, owners, unclear)
     return [followed[leaf.path] for leaf in leaves]
 
 
@@ -148,42 +123,8 @@ def _by_shape(
     return FollowedLeaf(owner, (None,) * len(shape), known=not shape)
 
 
-def _alike(
-    paths: Sequence[Path],
-    state: StateArrays,
-    owners: Owners,
-    parameters: Mapping[Path, Leaf],
-) -> dict[Path, Path]:
-    """Return, for each leaf, the first leaf of the same kind.
-
-    Two leaves are of one kind if they have the same keys around their parameters' paths, and if
-    their types and their parameters' types are equal. A leaf that may belong to several parameters,
-    or to none, forms its own kind.
-    """
-    first: dict[Hashable, Path] = {}
-    alike: dict[Path, Path] = {}
-    for path in paths:
-        kind: Hashable = path
-        if len(owners[path]) == 1:
-            (owner,) = owners[path]
-            types = [(array.shape, array.dtype) for array in (state[path], parameters[owner].value)]
-            kind = _around(path, owner), *types
-        alike[path] = first.setdefault(kind, path)
-    return alike
-
-
-def _around(path: Path, parameter: Path) -> Hashable:
-    """Return the keys before and after the path of a parameter."""
-    for start in range(len(path)):
-        end = start + len(parameter)
-        if path[start:end] == parameter:
-            return path[:start], path[end:]
-    return path
-
-
-# `tx.init` raises these errors if it needs more parameters than it gets, or if it combines
-# parameters whose sizes must match, as in a product. A node's class may also raise them when it
-# checks its fields.
+# `tx.init` raises these errors if it combines parameters whose sizes must match, as in a product. A
+# node's class may also raise them when it checks its fields.
 _REFUSED = (TypeError, ValueError, LookupError, AttributeError)
 
 
@@ -192,7 +133,6 @@ def _by_sizes(
     trained: TrainedModel,
     state: StateArrays,
     owners: Owners,
-    chosen: Sequence[Path],
     paths: Collection[Path],
 ) -> dict[Path, FollowedLeaf]:
     """Find the parameters that some leaves follow, by changing the sizes of the parameters.
@@ -204,26 +144,26 @@ def _by_sizes(
         trained: its parameters.
         state: the arrays of its state for the real sizes.
         owners: for each leaf of the state, the parameters that it may belong to.
-        chosen: the parameters that `tx.init` gets, with None for the others.
         paths: the paths of the leaves.
 
     Raises:
-        FunctreeError: if `tx.init` raises a FunctreeError although it gets all parameters.
+        FunctreeError: if `tx.init` raises a FunctreeError.
     """
-    every = trained.parameters
-    parameters = {path: every[path] for path in chosen}
+    parameters = trained.parameters
     # The sizes of the leaf show which of several parameters it belongs to.
     rivals = {owner: None for path in paths if len(owners[path]) > 1 for owner in owners[path]}
-    steps = dict.fromkeys(chosen, 1) | {path: 1 + i % STEPS for i, path in enumerate(rivals)}
+    steps = dict.fromkeys(parameters, 1) | {path: 1 + i % STEPS for i, path in enumerate(rivals)}
     followed: dict[Path, FollowedLeaf] = {}
     for sign in (1, -1):
         shapes = other_shapes(parameters, {path: sign * step for path, step in steps.items()})
+        changed = trained.tree(
+            lambda leaf, shapes=shapes: jax.ShapeDtypeStruct(shapes[leaf.path], leaf.value.dtype)
+        )
         try:
-            other = _abstract(tx, trained, shapes)
-        except _REFUSED as error:
-            # Many FunctreeErrors are ValueErrors, but they report a user's mistake.
-            if isinstance(error, FunctreeError) and len(chosen) == len(every):
-                raise
+            other = arrays_by_path(abstract_result(tx.init, changed))
+        except FunctreeError:
+            raise  # many FunctreeErrors are ValueErrors, but they report a user's mistake
+        except _REFUSED:
             break
         # Leaves whose rank changes cannot be compared. Neither can other leaves of their parameter:
         # the optimizer may now keep different arrays for the parameter, or the leaves were made
@@ -235,7 +175,7 @@ def _by_sizes(
         for path in paths:
             is_comparable = path in same and jumped.isdisjoint(owners[path])
             if is_comparable and not (path in followed and followed[path].known):
-                pairs = [(owner, every[owner].shape, shapes[owner]) for owner in owners[path]]
+                pairs = [(x, parameters[x].shape, shapes[x]) for x in owners[path]]
                 followed[path] = _compared(state[path].shape, other[path].shape, pairs)
         # A larger size may reach a threshold of the optimizer, such as 128 for adafactor, and
         # change the rank of leaves. In that case, smaller sizes are tried.
@@ -263,21 +203,6 @@ def _compared(
         if dims is not None:
             return FollowedLeaf(owner, dims)
     return FollowedLeaf(first, (None,) * len(real), known=False)
-
-
-def _abstract(tx: Optimizer, trained: TrainedModel, shapes: Mapping[Path, Shape]) -> StateArrays:
-    """Return the arrays in the result of `tx.init`, by path, for parameters with changed shapes."""
-
-    def abstract(leaf: Leaf) -> jax.ShapeDtypeStruct | None:
-        shape = shapes.get(leaf.path)
-        return None if shape is None else jax.ShapeDtypeStruct(shape, leaf.value.dtype)
-
-    def by_path(params: Any) -> tuple[list[Path], list[AnyArray]]:
-        arrays = arrays_by_path(tx.init(params))
-        return list(arrays), list(arrays.values())
-
-    paths, arrays = read_abstract(by_path, trained.tree(abstract))
-    return dict(zip(paths, arrays, strict=True))
 
 
 def _dims(real: Shape, other: Shape, have: Shape, want: Shape) -> tuple[int | None, ...] | None:

@@ -6,7 +6,6 @@ An optimizer is traced only once for parameters with equal types.
 
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -20,10 +19,9 @@ from functree.labels.optimizer.followed_parameters import (
     check_optimizer,
     find_followed,
 )
-from functree.tree.arrays import AnyArray, Tree
 from functree.tree.axes import Axes
 from functree.tree.paths import Path
-from functree.tree.skeleton.skeleton import read_abstract
+from functree.tree.skeleton.skeleton import abstract_result
 
 
 def optimizer_state(tx: Optimizer, trained: TrainedModel) -> Leaves:
@@ -36,7 +34,8 @@ def optimizer_state(tx: Optimizer, trained: TrainedModel) -> Leaves:
     axes = trained.each(lambda leaf: leaf.axes)
 
     def trace() -> tuple[Leaves, Sequence[FollowedLeaf]]:
-        state = _abstract_state(tx, trained)
+        check_optimizer(tx)
+        state = read(abstract_result(tx.init, trained.tree(lambda leaf: leaf.value)))
         return state, find_followed(tx, trained, state.leaves)
 
     def label() -> Leaves:
@@ -52,19 +51,6 @@ def optimizer_state(tx: Optimizer, trained: TrainedModel) -> Leaves:
         return Leaves(tuple(labeled), (), state.skeleton)
 
     return remembered(tx, ("labeled", type_, axes), label)
-
-
-def _abstract_state(tx: Optimizer, trained: TrainedModel) -> Leaves:
-    """Return the abstract leaves of `tx.init(parameters)`."""
-    check_optimizer(tx)
-
-    def read_state(params: Tree) -> tuple[Leaves, list[AnyArray]]:
-        leaves = read(tx.init(params))
-        return leaves, leaves.values
-
-    leaves, arrays = read_abstract(read_state, trained.tree(lambda leaf: leaf.value))
-    pairs = zip(leaves.leaves, arrays, strict=True)
-    return replace(leaves, leaves=tuple(leaf._replace(value=value) for leaf, value in pairs))
 
 
 def followed_by(
