@@ -23,7 +23,7 @@ _Axes = tuple[str, ...]
 class Exchange:
     """An exchange of the matrices in stacks with the same layer shape and sharding.
 
-    Call `idle`, `whole` and `shards` in the body of a `shard_map`.
+    Call `whole` and `shards` in the body of a `shard_map`.
 
     Attributes:
         sizes: the number of devices along each mesh axis.
@@ -104,8 +104,7 @@ class Exchange:
     def of_one(self) -> "Exchange":
         """Return this exchange, changed so that all devices gather the layer if there is only one.
 
-        Sending the layer to one device, and its result back, would move twice as much data. The
-        other devices would be idle in the meantime.
+        Sending the layer to one device, and its result back, would move twice as much data.
         """
         if self.layers > 1:
             return self
@@ -125,15 +124,6 @@ class Exchange:
     def _devices(self) -> int:
         """The number of devices over which the layers are spread."""
         return _product(self.sizes, (*self.sliced, *self.exchanged))
-
-    def idle(self) -> Shaped[Array, ""] | None:
-        """Return whether this device has only copies of other devices' layers.
-
-        If no device has only copies, return None.
-        """
-        if (self._devices - 1) * self.own < self.layers:
-            return None
-        return _index((*self.sliced, *self.exchanged)) * self.own >= self.layers
 
     def whole(self, shards: Sequence[Shaped[Array, "..."]]) -> Shaped[Array, "own ..."]:
         """Turn this device's shards of each stack into its own whole layers."""

@@ -4,7 +4,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
@@ -28,7 +27,7 @@ from functree.layout.plan.make_plan import read_for
 from functree.optimizers.exchange import Exchange
 from functree.placing.ambient import ambient_rules
 from functree.placing.constrain import find_mesh, local_view
-from functree.tree.arrays import AnyArray, Tree
+from functree.tree.arrays import AnyArray, Tree, value_text
 from functree.tree.paths import Path
 
 MatrixFunction = Callable[[jax.Array], jax.Array]
@@ -49,8 +48,8 @@ def on_whole_matrices(
     The transform has no state. Place it between an optimizer's elementwise transforms, such as
     moments and weight decay, whose arrays stay sharded. `ft.muon` is built on `on_whole_matrices`.
 
-    If there are fewer matrices than devices, some devices are idle. A single matrix is gathered on
-    all devices, and each device computes the same result. On one device, nothing moves.
+    If there are fewer matrices than devices, some devices compute copies. A single matrix is
+    gathered on all devices, and each device computes the same result. On one device, nothing moves.
 
     Args:
         fn: a function of one matrix: a parameter's array or, for a stack, one layer's array. It
@@ -196,11 +195,7 @@ def _on_devices(
     compute = jax.vmap(fn)
 
     def local(*shards: jax.Array) -> list[jax.Array]:
-        x = exchange.whole(shards)
-        idle = exchange.idle()
-        if idle is None:
-            return exchange.shards(compute(x))
-        return exchange.shards(jax.lax.cond(idle, jnp.zeros_like, compute, x))
+        return exchange.shards(compute(exchange.whole(shards)))
 
     own = [specs[leaf.path] for leaf in leaves]
     # JAX's types do not express that a gathered value is equal on all devices.
@@ -275,7 +270,6 @@ _GIVE_LAYOUT = (
 def _check_matrices(matrices: Sequence[tuple[Leaf, MatrixFunction]], name: str) -> None:
     """Raise a FunctreeError for arrays that are not matrices, or whose type a function changes."""
     problems: list[Problem] = []
-    known: dict[Hashable, str | None] = {}
     for leaf, fn in matrices:
         stack = stack_sizes(leaf)
         if leaf.stacked and not stack:
@@ -287,12 +281,12 @@ def _check_matrices(matrices: Sequence[tuple[Leaf, MatrixFunction]], name: str) 
             why += ", not counting its stack" if stack else ""
             problems.append(leaf.problem(why, _LEAVE_OUT))
             continue
-        kind = id(fn), shape, leaf.value.dtype
-        if kind not in known:
-            known[kind] = _change(fn, jax.ShapeDtypeStruct(shape, leaf.value.dtype))
-        if known[kind] is not None:
+        matrix = jax.ShapeDtypeStruct(shape, leaf.value.dtype)
+        # JAX traces a function once for matrices of the same type.
+        result = value_text(jax.eval_shape(fn, matrix))
+        if result != value_text(matrix):
             remedy = "return a matrix of the same shape and dtype"
-            problems.append(leaf.problem(f"the function returns {known[kind]} for it", remedy))
+            problems.append(leaf.problem(f"the function returns {result} for it", remedy))
     if problems:
         arrays = count(len(problems), "array")
         raise FunctreeTypeError(f"`ft.{name}` cannot be applied to {arrays}", problems)
@@ -300,16 +294,6 @@ def _check_matrices(matrices: Sequence[tuple[Leaf, MatrixFunction]], name: str) 
 
 _NOT_INSIDE = "remove `ft.layerwise`, since `ft.{name}` already treats each layer separately"
 _LEAVE_OUT = "exclude the array with `optax.masked` or `optax.partition`"
-
-
-def _change(fn: MatrixFunction, matrix: jax.ShapeDtypeStruct) -> str | None:
-    """Return the type of a function's result if it differs from the matrix's type, or None."""
-    result: Any = jax.eval_shape(fn, matrix)
-    if not hasattr(result, "shape"):
-        return f"a value of type {type(result).__name__}"
-    if (result.shape, result.dtype) == (matrix.shape, matrix.dtype):
-        return None
-    return f"{result.dtype}{list(result.shape)}"
 
 
 def _check_axes(axes: Sequence[str], mesh: Mesh | AbstractMesh, name: str) -> None:

@@ -456,12 +456,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
          "Try: exclude the array with `optax.masked` or `optax.partition`"),
     ),
     "another shape": (
-        lambda: of_weights(lambda x: x.T), ("layer.weight", "the function returns float32[16, 8] for it")
+        lambda: of_weights(lambda x: x.T), ("layer.weight", "the function returns f32[16, 8] for it")
     ),
     "another dtype": (
-        lambda: of_weights(lambda x: x.astype(jnp.bfloat16)), ("the function returns bfloat16[8, 16] for it",)
+        lambda: of_weights(lambda x: x.astype(jnp.bfloat16)), ("the function returns bf16[8, 16] for it",)
     ),
-    "no array": (lambda: of_weights(lambda x: (x, x)), ("the function returns a value of type tuple for it",)),
+    "no array": (lambda: of_weights(lambda x: (x, x)), ("the function returns tuple for it",)),
     "dimensions counted from the front": (
         lambda: muon(muon_weight_dimension_numbers=counted_from_the_front),
         ("muon: matrices in stacks have invalid dimensions", "is in a stack, but its dimensions (1, 2) are not all",
