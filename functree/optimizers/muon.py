@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers
 
+from functree.argument_checks import Takes, check, is_number
 from functree.errors import FunctreeTypeError, FunctreeValueError, Problem
 from functree.labels.leaves import Leaves, read
 from functree.labels.optimizer.layers import stack_sizes
@@ -74,6 +75,7 @@ def muon(
 
         >>> step = ft.jit(ft.apply_gradients, rules=layout, donate="ts")
     """
+    check("muon: invalid arguments", learning_rate=(learning_rate, _RATE))
     try:
         bound = _SIGNATURE.bind(learning_rate, *args, **options)
     except TypeError as error:
@@ -113,6 +115,11 @@ def muon(
 
 
 _SIGNATURE = inspect.signature(optax.contrib.muon)
+_RATE = Takes(
+    "a number, or a schedule",
+    lambda value: callable(value) or is_number(value) or getattr(value, "shape", None) == (),
+    lambda value: not isinstance(value, jax.ShapeDtypeStruct),
+)
 
 
 class Momentum(NamedTuple):
