@@ -175,16 +175,11 @@ def test_layers_are_updated_as_if_they_were_apart(name: str):
 
 
 @pytest.mark.parametrize("name", sorted(ACROSS))
-@pytest.mark.parametrize("model", ["with a plain leaf", "stacks alone", "one array alone"])
+@pytest.mark.parametrize("model", ["with a plain leaf", "stacks alone"])
 def test_what_looks_at_all_leaves_is_refused(name: str, model: str):
     tree, gradients = MODEL, GRADIENTS
     if model != "with a plain leaf":
         tree, gradients = MODEL.blocks, [one.blocks for one in GRADIENTS]
-    if model == "one array alone":
-        tree, gradients = (
-            eqx.tree_at(lambda m: m.layer.b, one, None) for one in (tree, gradients[0])
-        )
-        gradients = [gradients]
     with pytest.raises(ft.FunctreeError) as caught:
         results(ft.layerwise(optimizer(name)), name, tree, gradients)
     text = str(caught.value)
@@ -198,18 +193,17 @@ def test_the_message_names_what_depends_on_what():
     with pytest.raises(ft.FunctreeError) as caught:
         tx.update(MODEL, tx.init(MODEL), MODEL)
     text = str(caught.value)
-    assert "5 arrays of the optimizer's result depend on several parameters" in text
     assert (
-        "blocks.layer.w   f32[3, 3, 4]\n      its update depends on `table`, `blocks.layer.b`"
-        in text
+        "blocks.layer.w   f32[3, 4]\n      its update depends on `table`, `blocks.layer.b`" in text
     )
     assert {problem.path for problem in caught.value.problems} == set(arrays_by_path(MODEL))
-    alone = eqx.tree_at(lambda m: m.layer.b, MODEL.blocks, None)
     # With a mask of the model's own classes too, which plain dicts do not fit.
-    mask = jax.tree.map(lambda _: True, alone)
+    mask = jax.tree.map(lambda _: True, MODEL)
     tx = ft.layerwise(optax.masked(optax.clip_by_global_norm(1.0), mask))
-    with pytest.raises(ft.FunctreeError, match="its update depends on other layers of the stack"):
-        tx.update(alone, tx.init(alone), alone)
+    with pytest.raises(
+        ft.FunctreeError, match=r"its update depends on `table`, `blocks\.layer\.b`"
+    ):
+        tx.update(MODEL, tx.init(MODEL), MODEL)
 
 
 def test_leaves_in_no_stack_may_depend_on_each_other():
@@ -334,14 +328,12 @@ def test_what_draws_random_numbers_is_refused(raw: bool):
 
     noise = optax.GradientTransformation(lambda params: {"key": key}, update)
     for tx in (noise, optax.MultiSteps(noise, 2)):
-        with pytest.raises(ft.FunctreeError) as caught, jax.numpy_dtype_promotion("standard"):
+        with jax.numpy_dtype_promotion("standard"), raises(
+            "`ft.layerwise` needs an optimizer that", "the optimizer's update",
+            "draws random numbers, which would be the same for all layers",
+            "move out of `ft.layerwise` the transformations that draw",
+        ):  # fmt: skip
             ft.layerwise(tx).init(MODEL)
-        text = str(caught.value)
-        assert "`ft.layerwise` cannot map an optimizer whose state contains 1 random key" in text
-        assert (
-            "is a random key" in text
-            and "move out of `ft.layerwise` the transformations that draw" in text
-        )
     # The remedy.
     outside = optax.chain(ft.layerwise(lamb()), noise)
     with jax.numpy_dtype_promotion("standard"):

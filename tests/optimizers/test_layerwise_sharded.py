@@ -13,7 +13,6 @@ import pytest
 from jaxtyping import Array, Float
 
 import functree as ft
-from functree.labels.leaves import arrays_by_path
 from tests.lib.meshes import EXPLICIT, MESH, SIZES, assert_lies
 
 P = ft.P
@@ -103,22 +102,21 @@ def test_sharded_by_fsdp_and_tensor_parallelism(name: str):
     )
 
 
-@pytest.mark.parametrize("mesh", [MESH, EXPLICIT], ids=["auto", "explicit"])
-def test_without_a_layout_the_state_is_sharded_like_the_parameters(mesh: Any):
-    model = ft.shard(MODEL, LAYOUT, mesh)
-    for name in ("novograd", "adafactor"):
-        optimizer, _ = SHARDED[name]
-        ts = ft.TrainState.create(model, ft.layerwise(optimizer))
-        parameters, alike = arrays_by_path(model), 0
-        own = [path for path in parameters if path[-1] in ("up", "down")]
-        for path, array in arrays_by_path(ts.opt_state).items():
-            assert array.sharding.device_set == model.head.sharding.device_set
-            for parameter in own:
-                like = parameters[parameter]
-                if path[-len(parameter) :] == parameter and array.shape == like.shape:
-                    assert array.sharding.is_equivalent_to(like.sharding, array.ndim)
-                    alike += 1
-        assert alike == (2 if name == "novograd" else 0), "mu alone"
+@pytest.mark.parametrize("name", SHARDED)
+def test_without_a_layout_a_state_on_explicit_axes_is_sharded_as_planned(name: str):
+    tx = ft.layerwise(SHARDED[name][0])
+    ts = ft.TrainState.create(ft.shard(MODEL, LAYOUT, EXPLICIT), tx)
+    plan = ft.plan_optimizer(tx, MODEL, LAYOUT, EXPLICIT)
+    for row, array in zip(plan, jax.tree.leaves(ts.opt_state), strict=True):
+        assert_lies(array, *row.spec, mesh=EXPLICIT)
+
+
+def test_without_a_layout_a_step_places_the_state():
+    model = ft.shard(MODEL, LAYOUT, MESH)
+    ts = ft.TrainState.create(model, ft.layerwise(optax.novograd(0.1)))
+    with jax.numpy_dtype_promotion("standard"):
+        ts = ft.jit(ft.apply_gradients, rules=LAYOUT)(ts, model)
+    assert_lies(ts.opt_state[0].mu.layers.layer.up, None, "data", "model")
 
 
 def test_on_explicit_axes_types_keep_their_shardings():
