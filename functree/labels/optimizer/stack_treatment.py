@@ -4,7 +4,8 @@ It traces two updates: one of the stacks, and one that is mapped over their laye
 compute a leaf in the same way, the optimizer treats the leaf as separate layers.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -119,22 +120,14 @@ def _operation(equation: Any) -> Sources:
     if is_random(equation):
         return frozenset({"random"})
     literals = [str(operand.val) for operand in equation.invars if isinstance(operand, Literal)]
-    return frozenset({(name, *literals, _extent(equation))})
+    # A sum over the layers has more terms than a sum in each layer.
+    operands, results = map(_elements, (equation.invars, equation.outvars))
+    return frozenset({(name, *literals, operands / max(results, 1))})
 
 
-def _extent(equation: Any) -> Hashable:
-    """Return the sizes of the dimensions over which an operation computes each result."""
-    params = equation.params
-    if not equation.invars:
-        return None
-    shape = equation.invars[0].aval.shape
-    if "dimension_numbers" in params and equation.primitive.name == "dot_general":
-        (axes, _), _ = params["dimension_numbers"]
-    elif "axes" in params:
-        axes = params["axes"]
-    else:
-        axes = [params[key] for key in ("axis", "dimension") if isinstance(params.get(key), int)]
-    return tuple(sorted(shape[axis] for axis in axes))
+def _elements(variables: Sequence[Any]) -> int:
+    """Return the number of elements of the largest array."""
+    return max((math.prod(variable.aval.shape) for variable in variables), default=0)
 
 
 # The program of an update
