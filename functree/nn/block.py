@@ -1,11 +1,13 @@
 """A Llama-like block runs attention and a feed-forward layer, each with its norm."""
 
+from typing import Annotated, Self
+
 import equinox as eqx
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from functree.argument_checks import FUNCTION, KEY, Takes, check
+from functree.argument_checks import Key, Takes, checked
 from functree.errors import FunctreeValueError, Problem
 from functree.nn.activations import activation
 from functree.nn.attention.layer import Attention, LayerCache, Positions, Segments
@@ -16,7 +18,10 @@ from functree.nn.moe.router import MoELosses
 from functree.nn.norm import RMSNorm
 from functree.nn.weights import Initializer, fan_in
 
-CONFIG = Takes("an `ft.nn.TransformerConfig`", lambda value: isinstance(value, TransformerConfig))
+Config = Annotated[
+    TransformerConfig,
+    Takes("an `ft.nn.TransformerConfig`", lambda value: isinstance(value, TransformerConfig)),
+]
 
 
 class Block(eqx.Module):
@@ -51,9 +56,8 @@ class Block(eqx.Module):
     norms: Norms = eqx.field(static=True, default="before")
 
     @classmethod
-    def create(
-        cls, config: TransformerConfig, *, init: Initializer = fan_in, key: PRNGKeyArray
-    ) -> "Block":
+    @checked("Block: invalid arguments")
+    def create(cls, config: Config, *, init: Initializer = fan_in, key: Key) -> Self:
         """Create a block with a config's sizes and options.
 
         Args:
@@ -64,12 +68,6 @@ class Block(eqx.Module):
         Raises:
             FunctreeError: if an argument is invalid.
         """
-        check(
-            "Block: invalid arguments",
-            config=(config, CONFIG),
-            init=(init, FUNCTION),
-            key=(key, KEY),
-        )
         attn_key, mlp_key = jax.random.split(key)
         dtype = config.param_dtype
         return cls(

@@ -1,13 +1,13 @@
 """`Cache` holds the keys and values of the tokens so far, for all layers of a model."""
 
-from typing import Any
+from typing import Annotated, Any, Self
 
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from functree.argument_checks import EXTENT, SIZE, Takes, check
+from functree.argument_checks import EXTENT, Size, Takes, checked
 from functree.errors import FunctreeValueError
 from functree.nn.activations import activation, on_shards
 from functree.nn.attention.attend import cached_positions
@@ -16,10 +16,13 @@ from functree.nn.config import compute_dtype_of, first_layer, sizes_of
 from functree.nn.weights import as_int32
 
 # The check does not use the class, since the class's module imports this one.
-_MODEL = Takes(
-    "an `ft.nn.Transformer`",
-    lambda model: hasattr(model, "blocks") and hasattr(model, "max_seq"),
-)
+_Model = Annotated[
+    Any,
+    Takes(
+        "an `ft.nn.Transformer`",
+        lambda model: hasattr(model, "blocks") and hasattr(model, "max_seq"),
+    ),
+]
 
 NewTokens = Float[Array, "layers batch seq kv_heads head_dim"]
 """Keys or values of new tokens, in each layer."""
@@ -66,7 +69,8 @@ class Cache(eqx.Module):
     filled: Int[Array, "batch"]
 
     @classmethod
-    def create(cls, model: Any, batch: int, length: int) -> "Cache":
+    @checked("Cache.create: invalid arguments")
+    def create(cls, model: _Model, batch: Size, length: Annotated[int, EXTENT]) -> Self:
         """Create an empty cache, sharded according to the ambient rules.
 
         Args:
@@ -89,12 +93,6 @@ class Cache(eqx.Module):
             ... ).key.shape  # a window of 8 tokens
             (2, 1, 8, 2, 2)
         """
-        check(
-            "Cache.create: invalid arguments",
-            model=(model, _MODEL),
-            batch=(batch, SIZE),
-            length=(length, EXTENT),
-        )
         if length > model.max_seq:
             raise FunctreeValueError(
                 f"Cache.create: length={length} exceeds the model's max_seq={model.max_seq}. Pass "

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import equinox as eqx
 import jax
@@ -11,7 +11,14 @@ import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from functree.argument_checks import ROOM, SIZE, Takes, check, is_integers, parameter_error, shown
+from functree.argument_checks import (
+    Room,
+    Size,
+    checked,
+    is_integers,
+    parameter_error,
+    shown,
+)
 from functree.devices.meshes import devices_along
 from functree.devices.placement import check_deleted
 from functree.devices.specs import Entry, entry, mesh_axes, without
@@ -28,7 +35,7 @@ from functree.nn.activations import (
     specs_of,
 )
 from functree.nn.attention.layer import Positions, Segments
-from functree.nn.transformer import TOKENS, Head, Tokens, Transformer, check_tokens
+from functree.nn.transformer import TOKENS, Head, Model, Tokens, Transformer, check_tokens
 from functree.nn.weights import accumulator, as_int32
 from functree.placing.ambient import has_axis_rules, spec
 from functree.transforms.compiled_once import compiled_once
@@ -37,22 +44,21 @@ from functree.tree.arrays import Tree
 # Mesh axes of the vocabulary do not shard the sequence while logits are computed.
 _LOGITS = "batch seq vocab"
 
-_MODEL = Takes("an `ft.nn.Transformer`", lambda value: isinstance(value, Transformer))
 
-
+@checked("cross_entropy: invalid arguments")
 def cross_entropy(
-    model: Transformer,
-    tokens: Tokens,
+    model: Model,
+    tokens: Annotated[Tokens, TOKENS],
     targets: Int[Array, "*batch seq"],
     *,
     positions: Positions = None,
     segments: Segments = None,
     in_order: bool = True,
-    chunk: int = 1024,
+    chunk: Size = 1024,
     mask: Bool[Array, "*batch seq"] | None = None,
-    z_loss: float = 0.0,
-    balance: float = 0.0,
-    router_z: float = 0.0,
+    z_loss: Room = 0.0,
+    balance: Room = 0.0,
+    router_z: Room = 0.0,
 ) -> Float[Array, ""]:
     """Compute the mean cross-entropy of the next tokens in nats, as a float32 number.
 
@@ -94,15 +100,6 @@ def cross_entropy(
         >>> ft.nn.cross_entropy(model, text[:, :-1], text[:, 1:]).shape
         ()
     """
-    check(
-        "cross_entropy: invalid arguments",
-        model=(model, _MODEL),
-        tokens=(tokens, TOKENS),
-        chunk=(chunk, SIZE),
-        z_loss=(z_loss, ROOM),
-        balance=(balance, ROOM),
-        router_z=(router_z, ROOM),
-    )
     problems: list[Problem] = []
     if not is_integers(targets) or targets.shape != tokens.shape:
         why = f"they must be integers with the shape of the tokens, {tokens.shape}"

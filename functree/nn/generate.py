@@ -1,7 +1,7 @@
 """`generate` continues prompts with a language model, token by token."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +10,14 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from functree.argument_checks import (
-    FRACTION,
-    KEY,
     POSITION,
     POSITIONS,
-    ROOM,
-    SIZE,
+    Fraction,
+    Key,
+    Room,
+    Size,
     Takes,
-    check,
+    checked,
     is_integers,
     parameter_error,
     shown,
@@ -36,13 +36,12 @@ from functree.nn.activations import (
 )
 from functree.nn.cache import Cache, LayersCache
 from functree.nn.config import sizes_of
-from functree.nn.transformer import Transformer
+from functree.nn.transformer import Model, Transformer
 from functree.nn.weights import as_int32
 from functree.placing.ambient import has_axis_rules
 from functree.placing.constrain import axis_shards
 from functree.transforms.jit.jit import jit
 
-_MODEL = Takes("an `ft.nn.Transformer`", lambda value: isinstance(value, Transformer))
 _PROMPTS = Takes(
     "an array of integers of shape (batch, seq), with at least one token",
     lambda x: is_integers(x) and x.ndim == 2 and x.size > 0,
@@ -76,18 +75,19 @@ class Sampling(NamedTuple):
     top_p: Float[Array, ""] | np.float32 | None
 
 
+@checked("generate: invalid arguments")
 def generate(
-    model: Transformer,
-    prompts: Int[Array, "batch seq"],
-    length: int,
+    model: Model,
+    prompts: Annotated[Int[Array, "batch seq"], _PROMPTS],
+    length: Size,
     *,
     lengths: Int[Array, "batch"] | None = None,
-    key: PRNGKeyArray | None = None,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    stop: int | Sequence[int] | None = None,
-    pad: int = 0,
+    key: Key | None = None,
+    temperature: Room = 0.0,
+    top_k: Size | None = None,
+    top_p: Fraction | None = None,
+    stop: Annotated[int | Sequence[int], _STOP] | None = None,
+    pad: Annotated[int, POSITION] = 0,
 ) -> Int[Array, "batch seq"]:
     """Continue prompts token by token, with a cache of keys and values.
 
@@ -129,18 +129,6 @@ def generate(
         >>> ft.nn.generate(model, jnp.array([[1, 2, 3]]), 4).shape
         (1, 7)
     """
-    check(
-        "generate: invalid arguments",
-        model=(model, _MODEL),
-        prompts=(prompts, _PROMPTS),
-        length=(length, SIZE),
-        key=(key, KEY.or_none()),
-        temperature=(temperature, ROOM),
-        top_k=(top_k, SIZE.or_none()),
-        top_p=(top_p, FRACTION.or_none()),
-        stop=(stop, _STOP.or_none()),
-        pad=(pad, POSITION),
-    )
     seq, (vocab,) = prompts.shape[1], sizes_of(model.embed, ["vocab"])
     # Stop tokens are kept as Python integers, which do not overflow.
     stops = np.asarray([] if stop is None else stop, object).reshape(-1)

@@ -1,20 +1,20 @@
 """`Transformer` is a Llama-like language model: it maps tokens to logits."""
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any, Self
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int
 
 from functree.argument_checks import (
     FLAG,
-    FUNCTION,
-    KEY,
     SIZE,
+    Key,
     Takes,
     check,
+    checked,
     is_integers,
     parameter_error,
     shown,
@@ -24,7 +24,7 @@ from functree.layout.plan.notebook import ShownByPlan
 from functree.nn.activations import activation, inputs, unsharded_sequence
 from functree.nn.attention.attend import next_positions
 from functree.nn.attention.layer import Positions, Segments, check_order
-from functree.nn.block import CONFIG, Block
+from functree.nn.block import Block, Config
 from functree.nn.cache import Cache, LayersCache
 from functree.nn.config import TransformerConfig, config_of, first_layer
 from functree.nn.embedding import Embedding
@@ -132,14 +132,15 @@ class Transformer(eqx.Module, ShownByPlan):
         return {"unembed": None}
 
     @classmethod
+    @checked("Transformer: invalid arguments")
     def create(
         cls,
-        config: TransformerConfig,
+        config: Config,
         *,
         init: Initializer = fan_in,
         embed_init: Initializer = small_normal,
-        key: PRNGKeyArray,
-    ) -> "Transformer":
+        key: Key,
+    ) -> Self:
         """Create a model with a config's sizes and options.
 
         Args:
@@ -159,13 +160,6 @@ class Transformer(eqx.Module, ShownByPlan):
             ... ).unembed is None
             True
         """
-        check(
-            "Transformer: invalid arguments",
-            config=(config, CONFIG),
-            init=(init, FUNCTION),
-            embed_init=(embed_init, FUNCTION),
-            key=(key, KEY),
-        )
         # The key is always split into three, so that tied and untied models have the same blocks.
         embed_key, blocks_key, unembed_key = jax.random.split(key, 3)
         dtype = config.param_dtype
@@ -393,8 +387,11 @@ class Transformer(eqx.Module, ShownByPlan):
         return Head(self.embed if self.unembed is None else self.unembed)
 
 
-# The arguments that a model accepts
+# Arguments
 
+Model = Annotated[
+    Transformer, Takes("an `ft.nn.Transformer`", lambda value: isinstance(value, Transformer))
+]
 TOKENS = Takes(
     "an array of integers with a sequence dimension",
     lambda x: is_integers(x) and x.ndim > 0,

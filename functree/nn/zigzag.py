@@ -1,13 +1,13 @@
 """`zigzag` reorders a sequence to balance the work of causal attention across its parts."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Shaped
 
-from functree.argument_checks import SIZE, Takes, check, parameter_error, shown
+from functree.argument_checks import Size, Takes, checked, parameter_error, shown
 from functree.devices.specs import mesh_axes
 from functree.errors import FunctreeValueError, Problem
 from functree.nn.activations import entries_of, explicit_mesh
@@ -19,8 +19,9 @@ _TOKENS = Takes(
 )
 
 
+@checked("zigzag: invalid arguments")
 def zigzag(
-    x: Shaped[Array | np.ndarray, "batch seq ..."], parts: int
+    x: Annotated[Shaped[Array | np.ndarray, "batch seq ..."], _TOKENS], parts: Size
 ) -> tuple[Shaped[Array, "batch seq ..."], Int[Array, "seq"]]:
     """Reorder a sequence so that causal attention requires the same amount of work for each part.
 
@@ -52,7 +53,6 @@ def zigzag(
         >>> positions
         Array([0, 1, 6, 7, 2, 3, 4, 5], dtype=int32)
     """
-    check("zigzag: invalid arguments", x=(x, _TOKENS), parts=(parts, SIZE))
     seq, pieces = x.shape[1], 2 * int(parts)
     if seq % pieces:
         why = f"the sequence length {seq} is not divisible by {pieces}, twice the number of parts"
