@@ -1,15 +1,13 @@
 """`matrix_dimensions` identifies the matrices in a model for `optax.contrib.muon`."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
-import numpy as np
 from optax.contrib import MuonDimensionNumbers
 
-from functree.argument_checks import check_tree, parameter_error, shown
+from functree.argument_checks import check_tree, shown
 from functree.errors import FunctreeValueError, Problem, count, did_you_mean
-from functree.labels.leaf import Leaf
 from functree.labels.leaves import read
 from functree.labels.optimizer.layers import stack_sizes
 from functree.tree.arrays import Tree
@@ -34,11 +32,10 @@ def matrix_dimensions(model: Tree) -> Callable[[Tree], Tree]:
     Your own modules can define a method `__matrix_dimensions__`. It returns a mapping from field
     names to pairs. A pair consists of the dimensions summed over, and the dimensions of the result.
     Count dimensions from the end: `{"weight": (-2, -1)}`. The pair then applies to stacks too.
-    Write several dimensions as a tuple: `{"query": (-3, (-2, -1))}`. Instead of a pair, the value
-    may be a `MuonDimensionNumbers`. All other dimensions index separate matrices. A value of None
-    means that nothing below the field is a matrix. A key may also be a path below the module:
-    `"proj.weight"`. If nested modules declare the same array, the outermost module's declaration
-    applies. An array that no module declares is not treated as a matrix.
+    Write several dimensions as a tuple: `{"query": (-3, (-2, -1))}`. All other dimensions index
+    separate matrices. A value of None means that nothing below the field is a matrix. If nested
+    modules declare the same array, the outermost module's declaration applies. An array that no
+    module declares is not treated as a matrix.
 
     Args:
         model: the model; it may be abstract.
@@ -107,144 +104,57 @@ def _unknown(keys: Keys, array: Tree) -> Problem:
     return Problem(Path(keys), tuple(array.shape), shown(array), why, remedy)
 
 
-class _Statement(NamedTuple):
-    """A module's declaration about one of its fields.
-
-    Attributes:
-        by: the class and the field, for messages.
-        dimensions: the dimensions, or None if the field is not a matrix.
-    """
-
-    by: str
-    dimensions: MuonDimensionNumbers | None
-
-
 def _by_path(model: Tree) -> dict[Keys, MuonDimensionNumbers | None]:
     """Map the path of each array in a model to its dimensions, or to None if it is not a matrix."""
-    about, problems, right_type = _statements(model)
+    declared: dict[Keys, Any] = {}
+    problems: list[Problem] = []
+    for keys, node, kind in walk(model, in_model=True):
+        matrices = None if kind in LEAVES else own_matrices(node)
+        if matrices is None:
+            continue
+        fields = dict(children(node) or ())
+        for name, value in matrices.items():
+            if name not in fields:
+                method = f"{type(node).__name__}.__matrix_dimensions__"
+                why = f"the module has no field {name!r}{did_you_mean(name, fields)}"
+                problems.append(Problem(Path(keys), None, method, why, _TAKES))
+            # `walk` yields a module before its inner modules. The outermost declaration applies.
+            elif first_beginning(keys, declared) is None:
+                declared[*keys, name] = value
     by_path: dict[Keys, MuonDimensionNumbers | None] = {}
     for leaf in read(model).leaves:
-        at = first_beginning(leaf.path, about)
-        by, dimensions = _Statement("", None) if at is None else about[at]
-        by_path[leaf.path] = dimensions
-        if dimensions is not None and (why := _too_few(leaf, dimensions)):
-            problems.append(Problem(leaf.path, None, f"{leaf.text}   {by}", why, _TAKES))
+        at = first_beginning(leaf.path, declared)
+        value = by_path[leaf.path] = None if at is None else declared[at]
+        # In a trace of an optimizer for single layers, arrays lack the dimensions of their stack.
+        ndim = len(leaf.shape) - len(stack_sizes(leaf))
+        if value is None:
+            continue
+        if _is_valid(value, ndim):
+            by_path[leaf.path] = MuonDimensionNumbers(*value)
+        else:
+            why = f"it is declared as {shown(value)}, but has {count(ndim, 'dimension')}"
+            if ndim < len(leaf.shape):
+                why += ", not counting the dimensions of its stack"
+            problems.append(leaf.problem(why, _TAKES))
     if problems:
         headline = "matrix_dimensions: invalid declarations in the model"
-        raise parameter_error(headline, problems, right_type=right_type)
+        raise FunctreeValueError(headline, problems)
     return by_path
 
 
-def _statements(model: Tree) -> tuple[dict[Keys, _Statement], list[Problem], bool]:
-    """Collect the modules' declarations by path, with their problems.
-
-    The last result is True if all values have the right type.
-    """
-    about: dict[Keys, _Statement] = {}
-    problems: list[Problem] = []
-    right_type = True
-    for keys, node, kind in walk(model, in_model=True):
-        said = None if kind in LEAVES else own_matrices(node)
-        if said is None:
-            continue
-        method = f"{type(node).__name__}.__matrix_dimensions__"
-        if not isinstance(said, Mapping):
-            problems.append(
-                Problem(Path(keys), None, method, f"it returns {shown(said)}", _RETURNS)
-            )
-            right_type = False
-            continue
-        for name, value in said.items():
-            by, path = f"{method} for {name!r}", Path(keys)
-            try:
-                path = Path((*keys, *_place(node, name)))
-                statement = _Statement(by, _read(value))
-            except (TypeError, ValueError) as error:
-                problems.append(Problem(path, None, by, str(error), _TAKES))
-                right_type = right_type and isinstance(error, ValueError)
-                continue
-            # `walk` yields a module before its inner modules. The outermost declaration applies.
-            if first_beginning(path, about) is None:
-                about[path] = statement
-    return about, problems, right_type
-
-
 _TAKES = (
-    "map the name of a field, or a path below the module, to the dimensions summed over and the "
-    "dimensions of the result, counted from the end: `(-2, -1)`, `(-3, (-2, -1))`, a "
-    "`MuonDimensionNumbers`, or None if the array is not a matrix"
+    "let `__matrix_dimensions__` map the name of a field to a pair of the dimensions summed over "
+    "and the dimensions of the result, counted from the end: `(-2, -1)` or `(-3, (-2, -1))`; or to "
+    "None if the array is not a matrix"
 )
-_RETURNS = "return a mapping, and " + _TAKES
 
 
-def _place(node: Tree, name: object) -> Keys:
-    """Return the keys from a module to a named node.
-
-    Raises:
-        TypeError: if `name` is not a string.
-        ValueError: if `name` is not a path in the module.
-    """
-    if not isinstance(name, str):
-        raise TypeError(f"{shown(name)} is not the name of a field")
-    keys = Path.parse(name)
-    for key in keys:
-        below = dict(children(node) or ())
-        if key not in below:
-            raise ValueError(f"the module has no {key!r} at this path{did_you_mean(key, below)}")
-        node = below[key]
-    return keys
-
-
-def _read(value: Any) -> MuonDimensionNumbers | None:
-    """Convert a declared value to optax's form.
-
-    Raises:
-        TypeError: if the value is not a pair of dimensions.
-        ValueError: if the dimensions are invalid.
-    """
-    if value is None:
-        return None
-    is_pair = isinstance(value, tuple | list) and len(value) == 2
-    if not is_pair or not all(map(_is_integer, (*_group(value[0]), *_group(value[1])))):
-        raise TypeError(f"{shown(value)} is not a pair of dimensions")
-    summed, given = map(_group, value)
-    if not summed or not given:
-        raise ValueError(f"{shown(value)}: each part of the pair must contain a dimension")
-    if max(*summed, *given) >= 0:
-        why = "dimensions must be negative, counted from the end"
-        raise ValueError(f"{shown(value)}: {why}")
-    if len({*summed, *given}) < len(summed) + len(given):
-        raise ValueError(f"{shown(value)}: a dimension occurs twice")
-    return MuonDimensionNumbers(*map(_as_axes, value))
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def _group(dimensions: Any) -> tuple[Any, ...]:
-    """Return a group's dimensions as a tuple; a single dimension may be an integer."""
-    return tuple(dimensions) if isinstance(dimensions, tuple | list) else (dimensions,)
-
-
-def _as_axes(dimensions: Any) -> int | tuple[int, ...]:
-    """Return a group's dimensions in optax's form."""
-    if isinstance(dimensions, tuple | list):
-        return tuple(map(int, dimensions))
-    return int(dimensions)
-
-
-def _too_few(leaf: Leaf, dimensions: MuonDimensionNumbers) -> str:
-    """Return why an array, or a layer of a stack, has too few dimensions.
-
-    The text is empty if the array has enough dimensions.
-    """
-    # In a trace of an optimizer for single layers, arrays lack the dimensions of their stack.
-    stacked = len(stack_sizes(leaf))
-    has = len(leaf.shape) - stacked
-    needed = max(-dimension for group in dimensions for dimension in _group(group))
-    if needed <= has:
-        return ""
-    text = f"({dimensions.reduction_axis}, {dimensions.output_axis})"
-    without = ", not counting the dimensions of its stack" if stacked else ""
-    return f"{text} needs {count(needed, 'dimension')}, but the array has {has}{without}"
+def _is_valid(value: object, ndim: int) -> bool:
+    """Return whether a value is a pair of dimensions of an array with `ndim` dimensions."""
+    if not isinstance(value, tuple) or len(value) != 2:
+        return False
+    summed, result = (part if isinstance(part, tuple) else (part,) for part in value)
+    dimensions = [*summed, *result]
+    if not all(isinstance(dim, int) and -ndim <= dim < 0 for dim in dimensions):
+        return False
+    return bool(summed and result) and len(set(dimensions)) == len(dimensions)

@@ -39,11 +39,11 @@ def own_names(node: Tree) -> Names | None:
     return node.__axis_names__() if hasattr(type(node), "__axis_names__") else None
 
 
-Dimensions = int | Sequence[int]
+Dimensions = int | tuple[int, ...]
 """The dimensions of an array, counted from the end: -1 is the last one."""
 
 Matrices = Mapping[str, tuple[Dimensions, Dimensions] | None]
-"""A mapping from a module's fields, or paths below it, to the dimensions of matrices.
+"""A mapping from a module's fields to the dimensions of matrices.
 
 Each value holds the dimensions that a product sums over, and the dimensions of the product's
 result. The value is None for an array that is not a matrix."""

@@ -157,10 +157,8 @@ def told(said: Any) -> Told:
     [
         ({}, {}),
         ({"weight": (-2, -1)}, {"weight": LINEAR}),
-        ({"weight": [[-2], [-1]]}, {"weight": MuonDimensionNumbers((-2,), (-1,))}),
         ({"weight": (-3, (-2, -1)), "table": None}, {"weight": INTO_HEADS}),
         ({"weight": LINEAR}, {"weight": LINEAR}),
-        ({"proj.weight": (-1, -2)}, {"proj.weight": MuonDimensionNumbers(-1, -2)}),
     ],
 )
 def test_a_module_says_it(said: Any, expected: dict[str, MuonDimensionNumbers]) -> None:
@@ -178,53 +176,37 @@ class Wrapper(eqx.Module):
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
-    [
-        ({}, {"mlp.gate": LINEAR, "mlp.up": LINEAR, "mlp.down": LINEAR}),
-        ({"mlp": None}, {}),
-        ({"mlp.up": None, "mlp.gate": (-1, -2)}, {
-            "mlp.gate": MuonDimensionNumbers(-1, -2), "mlp.down": LINEAR,
-        }),
-    ],
-)  # fmt: skip
-def test_the_outermost_module_decides(said: Any, expected: Any) -> None:
+    ("said", "dimensions"),
+    [({}, LINEAR), ({"mlp": None}, None), ({"mlp": (-1, -2)}, MuonDimensionNumbers(-1, -2))],
+)
+def test_the_outermost_module_decides(said: Any, dimensions: Any) -> None:
+    expected = {f"mlp.{name}": dimensions for name in ("gate", "up", "down") if dimensions}
     assert matrices(Wrapper(ft.nn.MLP(2, 3, key=jax.random.key(0)), said)) == expected
 
 
 @pytest.mark.parametrize(
-    ("said", "fragments"),
+    ("said", "fragment"),
     [
-        (["weight"], ("Told.__matrix_dimensions__", "returns ['weight']", "a mapping")),
-        ({3: (-2, -1)}, ("for 3", "3 is not the name of a field")),
-        (
-            {"wieght": (-2, -1)},
-            ("for 'wieght'", "has no 'wieght' at this path; did you mean `weight`?"),
-        ),
-        ({"weight": -2}, ("weight", "-2 is not a pair of dimensions")),
-        ({"weight": (0, 1)}, ("(0, 1)", "dimensions must be negative, counted from the end")),
-        ({"weight": (-1, (-1, -2))}, ("a dimension occurs twice",)),
-        ({"weight": ((), -1)}, ("((), -1): each part of the pair must contain a dimension",)),
-        (
-            {"table": (-2, -1)},
-            ("table", "f32[5]", "(-2, -1) needs 2 dimensions, but the array has 1"),
-        ),
+        ({"wieght": (-2, -1)}, "the module has no field 'wieght'; did you mean `weight`?"),
+        ({"weight": -2}, "weight   f32[2, 3, 4]\n      it is declared as -2, but has 3 dimensions"),
+        ({"weight": (0, 1)}, "(0, 1)"),
+        ({"weight": (-1, (-1, -2))}, "(-1, (-1, -2))"),
+        ({"weight": ((), -1)}, "((), -1)"),
+        ({"table": (-2, -1)}, "table   f32[5]"),
     ],
 )
-def test_what_cannot_be_read(said: Any, fragments: tuple[str, ...]) -> None:
-    with raises("matrix_dimensions: invalid declarations in the model", *fragments) as caught:
+def test_what_cannot_be_read(said: Any, fragment: str) -> None:
+    with raises("matrix_dimensions: invalid declarations in the model", fragment, "`(-2, -1)`"):
         ft.nn.matrix_dimensions(told(said))
-    assert "`(-2, -1)`, `(-3, (-2, -1))`, a `MuonDimensionNumbers`" in str(caught.value)
 
 
 def test_too_few_dimensions_without_those_of_a_stack() -> None:
     stack = ft.Stacked(jax.tree.map(lambda x: x[None], told({"table": (-2, -1)})))
-    with raises("layer.table", "but the array has 1, not counting the dimensions of its stack"):
+    with raises("layer.table", "but has 1 dimension, not counting the dimensions of its stack"):
         ft.nn.matrix_dimensions(stack)
 
 
-def test_all_that_is_wrong_is_one_error_of_the_right_type() -> None:
-    with raises("'weight'", "'table'", error=ValueError) as caught:
-        ft.nn.matrix_dimensions(told({"weight": (0, 1), "table": (-1, -1)}))
-    assert len(caught.value.problems) == 2
-    with pytest.raises(TypeError):
+def test_all_that_is_wrong_is_one_error() -> None:
+    with raises("weight", "table") as caught:
         ft.nn.matrix_dimensions(told({"weight": (0, 1), "table": 1}))
+    assert len(caught.value.problems) == 2
