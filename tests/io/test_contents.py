@@ -184,13 +184,10 @@ def test_in_a_trace() -> None:
 
 
 NOT_JSON: dict[str, tuple[Any, str]] = {
-    "a tuple": ({"a": [1, (2, 3)]}, "`meta['a'][1]` is (2, 3), which is not JSON"),
-    "a number as a key": ({"a": {3: "x"}}, "a key of `meta['a']` is 3, which is not JSON"),
-    "a text of another class": ({"a": np.str_("x")}, "`meta['a']` is "),
-    "bytes": (
-        b"x",
-        "`meta` is b'x', which is not JSON: use strings, numbers, lists and dicts",
-    ),
+    "a tuple": ({"a": [1, (2, 3)]}, "would change to {'a': [1, [2, 3]]}: use only strings"),
+    "a number as a key": ({"a": {3: "x"}}, "would change to {'a': {'3': 'x'}}"),
+    "a text of another class": ({"a": np.str_("x")}, "would change to {'a': 'x'}"),
+    "bytes": (b"x", "`meta` is not JSON: Object of type bytes is not JSON serializable"),
 }
 
 

@@ -1,9 +1,8 @@
 """`Contents` holds the arrays and the manifest that a checkpoint stores for a tree."""
 
-import copy
 import json
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
@@ -20,6 +19,7 @@ from functree.labels.leaves import read
 from functree.layout.plan.live_arrays import live_rows
 from functree.processes.agreement import Facts
 from functree.processes.digest import digest
+from functree.report.json_text import parsed
 from functree.tree.arrays import Tree
 from functree.tree.paths import Path
 
@@ -54,9 +54,8 @@ class Contents(NamedTuple):
         problems += _problems(leaves)
         if problems:
             raise CheckpointError(f"{count(len(problems), 'leaf')} cannot be saved", problems)
-        _check_meta(meta)
         # `meta` is written later in the background. The training loop may change it before that.
-        meta = copy.deepcopy(meta)
+        meta = _as_json(meta)
         live, mesh = live_rows(leaves)
         rows: list[SavedArray] = []
         stored: dict[str, StoredArray] = {}
@@ -153,38 +152,18 @@ def _is_readable(path: Path) -> bool:
         return False
 
 
-# JSON is written and read recursively, far below Python's recursion limit.
-_MOST_LEVELS = 50
-
-
-def _check_meta(meta: object) -> None:
-    """Raise a CheckpointError for values that JSON cannot hold, or would change."""
-    for where, value in _not_json(meta, "meta", _MOST_LEVELS):
-        if isinstance(value, dict | list):
-            raise CheckpointError(
-                f"`meta` is nested more than {_MOST_LEVELS} levels deep: flatten it"
-            )
+def _as_json(meta: object) -> Any:
+    """Return a copy of `meta`, or raise a CheckpointError if JSON cannot hold it, or changes it."""
+    try:
+        # The manifest nests `meta` equally deep, so it can be parsed again.
+        copied = parsed(json.dumps({"meta": meta}))["meta"]
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"`meta` is not JSON: {error}") from error
+    # JSON turns tuples into lists, and numeric keys into strings. The texts are compared, since a
+    # NaN differs from itself.
+    if repr(copied) != repr(meta):
         raise CheckpointError(
-            f"{where} is {shown(value)}, which is not JSON: use strings, numbers, lists and dicts"
+            f"`meta` is {shown(meta)}, which JSON would change to {shown(copied)}: use only "
+            "strings, numbers, lists and dicts"
         )
-
-
-def _not_json(value: object, where: str, levels: int) -> Iterator[tuple[str, object]]:
-    """Yield the values that JSON would change, with their positions.
-
-    JSON turns tuples into lists, and numeric keys into strings. A list or dict that is nested more
-    than `levels` deep, for example inside itself, is yielded too.
-    """
-    if isinstance(value, dict | list) and not levels:
-        yield where, value
-    elif isinstance(value, dict):
-        for key, one in value.items():
-            if type(key) is str:
-                yield from _not_json(one, f"{where}[{key!r}]", levels - 1)
-            else:
-                yield f"a key of `{where}`", key
-    elif isinstance(value, list):
-        for i, one in enumerate(value):
-            yield from _not_json(one, f"{where}[{i}]", levels - 1)
-    elif type(value) not in (str, int, float, bool, type(None)):
-        yield f"`{where}`", value
+    return copied
