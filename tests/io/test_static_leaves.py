@@ -104,7 +104,7 @@ LIKES: dict[str, Any] = {"None": {"a": [None]}, "less": {"a": []}, "no such fiel
 def test_a_static_leaf_that_like_lacks(what: str, tmp_path: Path) -> None:
     w = np.ones(2)
     ft.save(tmp_path / "c", {"w": w, "a": [Level.LOW]})
-    with warns("`a.0` was saved as Level.LOW, but is missing from `like`"):
+    with warns("`a.0` was saved as <Level.LOW: 1>, but is missing from `like`"):
         ft.restore(tmp_path / "c", {"w": w, **LIKES[what]})
 
 

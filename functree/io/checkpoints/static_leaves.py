@@ -1,13 +1,12 @@
 """A checkpoint stores the texts of static leaves, so that a restore can warn about changes."""
 
 import dataclasses
-import enum
 import functools
 import hashlib
 import re
 import reprlib
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -30,11 +29,8 @@ def static_texts(tree: Tree) -> dict[str, str]:
     """
     texts: dict[str, str] = {}
     for path, leaf in leaves_of(tree):
-        if is_array(leaf):
-            continue
-        text = _text(leaf)
-        if text is not None:
-            texts[str(path)] = _short(text)
+        if not is_array(leaf) and (text := _text(leaf)) is not None:
+            texts[str(path)] = text
     return texts
 
 
@@ -61,21 +57,17 @@ def warn_of_changes(saved: Mapping[str, str], like: Tree) -> None:
     """Warn about static leaves in `like` that differ from the saved leaves."""
     numbers: list[str] = []
     others: list[str] = []
-    lost = dict(saved)
-    for path, leaf in leaves_of(like):
-        then = saved.get(str(path))
-        lost.pop(str(path), None)
-        if then is None or is_array(leaf):
+    leaves = {str(path): leaf for path, leaf in leaves_of(like)}
+    for name, then in saved.items():
+        # This leaf is None or missing in `like`.
+        if name not in leaves:
+            others.append(f"`{name}` was saved as {then}, but is missing from `like`")
             continue
-        now = _text(leaf)
-        # Both texts are shortened, since functree's first versions saved texts of any length.
-        if now is not None and _short(now) != _short(then):
+        leaf = leaves[name]
+        # An array at this path causes a separate error.
+        if not is_array(leaf) and (now := _text(leaf)) not in (None, then):
             kind = numbers if type(leaf) in _NUMBERS else others
-            kind.append(f"`{path}` was saved as {_short(then)}, but is {_short(now)} in `like`")
-    # These leaves are None or missing in `like`. An array at one of their paths causes a separate
-    # error.
-    for name, then in lost.items():
-        others.append(f"`{name}` was saved as {_short(then)}, but is missing from `like`")
+            kind.append(f"`{name}` was saved as {then}, but is {now} in `like`")
     if numbers:
         remedy = "to save a number, convert it to an array: `jnp.asarray(...)`"
         warn(f"Python numbers are not restored, but come from `like`: {listed(numbers)}; {remedy}")
@@ -85,60 +77,48 @@ def warn_of_changes(saved: Mapping[str, str], like: Tree) -> None:
 
 
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}")
+_LONGEST = 200
 # A user's `__repr__` may raise any error. In that case, `reprlib` returns a text with an address.
 _REPR = reprlib.Repr()
 _REPR.maxother = sys.maxsize
 
 
 def _text(value: object) -> str | None:
-    """Return a value's text if it is equal in all processes, or None."""
+    """Return a value's text if it is equal in all processes, or None.
+
+    A long text is shortened, and ends with a digest of the whole text.
+    """
     try:
-        return _structured(value)
-    except (RecursionError, AttributeError, _OnlyAddressError):
+        text = _structured(value)
+    except (RecursionError, AttributeError, ValueError):
         return None  # the text has an address, or the value contains itself or lacks a field
-
-
-class _OnlyAddressError(Exception):
-    """An error for a value whose text contains a memory address."""
+    if len(text) <= _LONGEST:
+        return text
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+    return f"{text[: _LONGEST // 2]}... (sha256 {digest[:16]})"
 
 
 def _structured(value: Any) -> str:
-    """Build a value's text from its contents. Sets and dicts are sorted: a set's order may vary."""
+    """Build a value's text from its contents. Sets are sorted, since their order may vary.
+
+    Raises:
+        ValueError: if the text contains a memory address.
+    """
     name = type(value).__qualname__
-    if isinstance(value, enum.Enum):
-        return str(value) if value.name is None else f"{name}.{value.name}"
     if isinstance(value, set | frozenset):
-        return _joined(name, sorted(map(_structured, value)))
-    if isinstance(value, tuple | list):
-        return _joined(name, map(_structured, value))
-    if isinstance(value, Mapping):
-        return _joined(name, sorted(map(_structured, value.items())))
+        return f"{name}({', '.join(sorted(map(_structured, value)))})"
     if isinstance(value, functools.partial):
-        return _joined(name, map(_structured, (value.func, value.args, value.keywords)))
+        parts = map(_structured, (value.func, value.args, value.keywords))
+        return f"{name}({', '.join(parts)})"
     # A function's or class's module is left out, since it is `__main__` in a training script.
     qualified = getattr(value, "__qualname__", None)
     if isinstance(qualified, str):
         return qualified
     if dataclasses.is_dataclass(value):
-        fields = [(one.name, getattr(value, one.name)) for one in dataclasses.fields(value)]
-        return _joined(name, map(_structured, fields))
+        parts = [_structured(getattr(value, one.name)) for one in dataclasses.fields(value)]
+        return f"{name}({', '.join(parts)})"
     text = _REPR.repr_instance(value, 0)
     # A string that looks like an address stays the same. Other addresses change with each run.
     if not isinstance(value, str | bytes) and _ADDRESS.search(text):
-        raise _OnlyAddressError
+        raise ValueError("the text contains a memory address")
     return text
-
-
-def _joined(name: str, parts: Iterable[str]) -> str:
-    return f"{name}({', '.join(parts)})"
-
-
-_LONGEST = 200
-
-
-def _short(text: str) -> str:
-    """Shorten a long text, and add a digest of the whole text."""
-    if len(text) <= _LONGEST:
-        return text
-    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-    return f"{text[: _LONGEST // 2]}... (sha256 {digest[:16]})"
