@@ -1,7 +1,6 @@
 """`restore(only=)`: what a filter names has to be there, on one side or the other; classes and
 functions are asked of `like` alone."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,42 +83,6 @@ def test_what_matches_nothing(what: str, where: str, saved: Path) -> None:
         "head",
         "extra.up.weight",
     }
-
-
-# Filters that match an array which only the checkpoint has, or only `like`, and others.
-MATCHING: dict[str, Any] = {
-    "none": None,
-    "a glob": "**.weight",
-    "a class": Base,
-    "a conjunction": ft.glob("**.weight") & ft.under(Base),
-    "a disjunction": ft.glob("**.weight") | ft.glob("head"),
-    "a negation": ~ft.glob("head"),
-    "trained": ft.is_trainable,
-}
-
-
-# Classes are asked of `like` alone, so these match nothing that only the checkpoint has.
-OF_LIKE = ("a class", "a conjunction")
-
-
-@pytest.mark.parametrize("alone", ["in the checkpoint", "in like"])
-@pytest.mark.parametrize("what", MATCHING)
-def test_the_remedy_of_what_only_one_side_has(what: str, alone: str, tmp_path: Path) -> None:
-    more = net(extra={"up": Up(np.full((2, 4), 3.0))})
-    there, like = (more, net()) if alone == "in the checkpoint" else (net(), more)
-    ft.save(tmp_path / "c", there)
-    if what in OF_LIKE and alone == "in the checkpoint":
-        found = ft.restore(tmp_path / "c", like, only=MATCHING[what])
-        assert np.array_equal(found["model"][0].weight, np.ones((2, 4)))
-        return
-    with raises("to restore only the other leaves, pass only=", error=ft.CheckpointError) as caught:
-        ft.restore(tmp_path / "c", like, only=MATCHING[what])
-    (written,) = re.findall("only=(.*)", str(caught.value))
-    names = {**vars(ft), "ft": ft, "re": re, "Base": Base, "Up": Up, "Down": Down}
-    found = ft.restore(tmp_path / "c", like, only=eval(written, names))
-    assert np.array_equal(found["model"][0].weight, np.ones((2, 4)))
-    if alone == "in like":
-        assert found["extra"]["up"].weight is more["extra"]["up"].weight
 
 
 def test_what_comes_from_like_is_not_deleted(tmp_path: Path) -> None:

@@ -3,9 +3,8 @@
 Before it reads any array, it compares the manifest with the tree. One error lists all differences.
 """
 
-import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path as FilePath
 from typing import Any, NamedTuple, TypeVar
@@ -374,16 +373,7 @@ def _wanted_arrays(
     for leaf, _ in taken:
         problems += _differences(leaf, rows.get(leaf.path), cast)
     for leaf in alone:
-        problems.append(leaf.problem("was saved, but is not in `like`", ""))
-    differ = {Path(problem.path or ()) for problem in problems}
-    remedy = ""
-    if only is not None and all(leaf.path in differ for leaf, _ in taken):
-        # A filter that excludes these arrays would match nothing, which is an error.
-        remedy = f"correct `like`, or the filter only={only!r}, which matches no other array"
-    elif not differ.issuperset((*rows, *known)):
-        remedy = _remedy(differ, only)
-    # Problems with dtypes have their own remedies.
-    problems = [one if one.remedy else one._replace(remedy=remedy) for one in problems]
+        problems.append(leaf.problem("was saved, but is not in `like`", _EXCLUDE))
     for leaf, to in taken:
         problems += misplaced(leaf, to)
     problems += _untied([leaf for leaf, _ in taken], rows)
@@ -400,30 +390,17 @@ def _saved_leaf(row: SavedArray) -> Leaf:
     return Leaf(row.path, value, row.axes, seen=row.path, buffer=row.buffer)
 
 
-# The maximum number of paths in a remedy. A longer filter would be hard to read.
-_MOST = 6
-
-
-def _remedy(differ: Collection[Path], only: Filter | None) -> str:
-    """Return a remedy that restores only the arrays that do not differ."""
-    if len(differ) > _MOST:
-        return "pass `only=` with a filter that excludes these leaves"
-    # Paths are written as JSON, so that keys with quotes or backslashes can be pasted into Python.
-    texts = [json.dumps(str(path), ensure_ascii=False) for path in sorted(differ, key=str)]
-    globs = " | ".join(f"ft.glob({text})" for text in texts)
-    written = f"~{globs}" if len(texts) == 1 else f"~({globs})"
-    if only is not None:
-        written = f"({only!r}) & {written}"
-    return f"to restore only the other leaves, pass only={written}"
+_EXCLUDE = "pass `only=` with a filter that excludes these leaves"
 
 
 def _differences(leaf: Leaf, row: SavedArray | None, cast: bool) -> Iterator[Problem]:
     """Yield a problem for each difference between an array in `like` and the saved array."""
     if row is None:
-        yield leaf.problem("is in `like`, but was not saved", "")
+        yield leaf.problem("is in `like`, but was not saved", _EXCLUDE)
         return
     if leaf.shape != row.shape:
-        yield leaf.problem(f"was saved as {_saved_leaf(row).text}, with a different shape", "")
+        why = f"was saved as {_saved_leaf(row).text}, with a different shape"
+        yield leaf.problem(why, _EXCLUDE)
     if leaf.value.dtype == row.dtype:
         return
     saved, wanted = dtype_text(row.dtype), dtype_text(leaf.value.dtype)
