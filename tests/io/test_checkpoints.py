@@ -166,6 +166,9 @@ def without(name: str, **others: Any) -> dict[str, Any]:
 
 
 NOT_SAVED = "is in `like`, but was not saved"
+KEYS = (
+    "was saved as key<fry>: random keys cannot be converted to numbers, or to another kind of key"
+)
 NOT_IN_LIKE = "was saved, but is not in `like`"
 # The tree that restores ─► the paths that differ, each with the reason; and the options with which
 # the tree is restored (None: with no options).
@@ -192,12 +195,12 @@ DIFFERENCES: dict[str, tuple[Any, dict[str, str], dict[str, Any] | None]] = {
     ),
     "kind of key": (
         without("key", key=jax.random.key(0, impl="rbg")),
-        {"key": "was saved as key<fry>: a different kind of random key"},
+        {"key": KEYS},
         None,
     ),
     "raw key": (
         without("key", key=jnp.zeros(2, jnp.uint32)),
-        {"key": "was saved as key<fry>: random keys cannot be converted to or from numbers"},
+        {"key": KEYS},
         None,
     ),
     "everything": (

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import equinox as eqx
-import jax
 import numpy as np
 import pytest
 from jaxtyping import Array, Float, Int
@@ -83,22 +82,6 @@ def test_what_matches_nothing(what: str, where: str, saved: Path) -> None:
         "head",
         "extra.up.weight",
     }
-
-
-def test_what_comes_from_like_is_not_deleted(tmp_path: Path) -> None:
-    """It would be returned without a word. What is read may be: of it only the shape is needed."""
-    tree = {"m": {"a": np.ones(3, "f"), "b": np.ones(4, "f"), "c": np.ones(4, "f")}}
-    ft.save(tmp_path / "c", tree)
-    like = jax.tree.map(jax.numpy.asarray, tree)
-    like["m"]["b"].delete()
-    like["m"]["c"].delete()
-    with raises(
-        "restore: 2 arrays of `like` are deleted",
-        "m.b, m.c   f32[4]\n      is deleted",
-        error=ft.FunctreeError,
-    ):
-        ft.restore(tmp_path / "c", like, only="m.a")
-    assert ft.restore(tmp_path / "c", like, only=~ft.glob("m.a"))["m"]["b"].sum() == 4
 
 
 # What a filter may ask of an array besides: the checkpoint has one that is trained and a buffer;

@@ -16,7 +16,7 @@ from jax.sharding import Sharding
 
 from functree.argument_checks import FILE, FLAG, check, check_tree
 from functree.devices.meshes import MeshLike
-from functree.devices.placement import is_deleted, is_sharded_as, refuse_deleted, sharding_text
+from functree.devices.placement import is_sharded_as, sharding_text
 from functree.errors import (
     CheckpointError,
     CheckpointFileError,
@@ -157,7 +157,6 @@ def restore(
         CheckpointError: if an array cannot be created with its sharding or dtype.
         CheckpointError: if the checkpoint's files cannot be read.
         CheckpointError: if the data have changed since they were saved.
-        FunctreeError: if an array in `like` that `only` does not match is deleted.
         FunctreeError: if the processes restore different arrays.
         ShardingError: if the layout does not fit the tree.
 
@@ -183,7 +182,6 @@ def restore(
             manifest = read_manifest(place)
             leaves, shardings = laid_out(like, layout, mesh, asked)
             wanted = _wanted_arrays(folder, manifest, leaves, shardings, asked, cast)
-            _check_kept(leaves, wanted)
             agreement.compare(partial(_facts, manifest, wanted, verify))
         try:
             stored = _stored(folder, manifest, wanted)
@@ -209,16 +207,6 @@ def _facts(manifest: Manifest, wanted: Sequence[_Wanted], verify: bool) -> Facts
         where = "on the host" if sharding is None else sharding_text(sharding)
         like.append(f"{path_text(leaf.path)}: {array_text(leaf.value)} {where}")
     return {"manifest": manifest.to_json().splitlines(), "like": like, "verify": [str(verify)]}
-
-
-def _check_kept(leaves: Leaves, wanted: Sequence[_Wanted]) -> None:
-    """Raise a FunctreeError if an array that comes from `like` is deleted."""
-    read_from_files = {one.leaf.path for one in wanted}
-    kept = [leaf for leaf in leaves.leaves if leaf.path not in read_from_files]
-    if any(is_deleted(leaf.value) for leaf in kept):
-        paths, values = [leaf.path for leaf in kept], [leaf.value for leaf in kept]
-        # `whole=False`, since arrays that are read from files may be below the same key.
-        raise refuse_deleted("restore", paths, values, "array of `like`", whole=False)
 
 
 def _stored(folder: FilePath, manifest: Manifest, wanted: Sequence[_Wanted]) -> dict[str, Any]:
@@ -405,12 +393,9 @@ def _differences(leaf: Leaf, row: SavedArray | None, cast: bool) -> Iterator[Pro
         return
     saved, wanted = dtype_text(row.dtype), dtype_text(leaf.value.dtype)
     if is_key(row.dtype) or is_key(leaf.value.dtype):
-        other = "random keys cannot be converted to or from numbers"
-        how = "use typed keys in the checkpoint and in `like`"
-        if is_key(row.dtype) and is_key(leaf.value.dtype):
-            other = "a different kind of random key"
-            how = "build `like` with the saved kind of key, using `jax.random.key(..., impl=)`"
-        yield leaf.problem(f"was saved as {saved}: {other}", how)
+        why = "random keys cannot be converted to numbers, or to another kind of key"
+        how = "build `like` with the saved kind of key, using `jax.random.key(..., impl=)`"
+        yield leaf.problem(f"was saved as {saved}: {why}", how)
     elif not cast:
         yield leaf.problem(f"was saved as {saved}", f"pass `cast=True` to convert it to {wanted}")
 
