@@ -348,12 +348,8 @@ def test_one_array_at_two_places(tmp_path: Path) -> None:
         ]
     apart = ft.restore(tmp_path / "tied", {"a": w, "b": w + 1})
     assert not buffers(apart["a"]) & buffers(apart["b"]) and bits(apart["b"]) == bits(w)
-    with raises(
-        "b   f32[1024]",
-        "is the same array as `a` in `like`, but different arrays were saved",
-        "ft.copy",
-    ):
-        ft.restore(tmp_path / "apart", {"a": w, "b": w})
+    apart = ft.restore(tmp_path / "apart", {"a": w, "b": w})
+    assert bits(apart["a"]) == bits(w) and bits(apart["b"]) == bits(w + 1)
 
 
 def test_numpy_arrays_that_are_one_in_like_are_two_that_were_saved(tmp_path: Path) -> None:
@@ -365,7 +361,7 @@ def test_numpy_arrays_that_are_one_in_like_are_two_that_were_saved(tmp_path: Pat
 
 
 def test_without_digests(tmp_path: Path) -> None:
-    """Tied arrays are one again, and two are not put in the place of one."""
+    """Tied arrays are one again."""
     w = jnp.ones(3)
     tied = {"a": w, "b": w, "e": jnp.zeros(0)}
     ft.save(tmp_path / "c", tied, verify=False)
@@ -374,9 +370,6 @@ def test_without_digests(tmp_path: Path) -> None:
     found = ft.restore(tmp_path / "c", tied, verify=False)
     assert_same(found, tied)
     assert found["a"] is found["b"]
-    ft.save(tmp_path / "apart", {"a": w, "b": w + 1}, verify=False)
-    with raises("is the same array as `a` in `like`, but different arrays were saved"):
-        ft.restore(tmp_path / "apart", {"a": w, "b": w}, verify=False)
 
 
 # What cannot be saved or restored

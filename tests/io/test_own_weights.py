@@ -283,12 +283,8 @@ def test_one_array_in_two_places(tmp_path: Path) -> None:
         file, abstract(a=(8, 4), b=(8, 4)), {"a": "w", "b": "w"}, P(), MESH, left_out=["v"]
     )
     assert apart["a"] is not apart["b"]
-    with raises(
-        "b   f32[8, 4]",
-        "is the same array as `a` in `like`, but `table` gives the two paths different names",
-        "ft.copy",
-    ):
-        ft.load_tensors(file, {"a": x, "b": x}, {"a": "w", "b": "v"})
+    two = ft.load_tensors(file, {"a": x, "b": x}, {"a": "w", "b": "v"})
+    assert not np.array_equal(two["a"], two["b"])
 
 
 DTYPES = ["float16", "bfloat16", "int8", "int32", "uint8", "bool", "complex64"]

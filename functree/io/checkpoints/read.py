@@ -149,7 +149,6 @@ def restore(
             False.
         CheckpointError: if a random key was saved as a different kind of random key.
         CheckpointError: if a random key in `like` was saved as numbers, or the reverse.
-        CheckpointError: if two paths share an array in `like`, and different arrays were saved.
         CheckpointError: if two arrays in `like` have the same path.
         CheckpointError: if `only`, or a pattern, class or function in it, matches no array.
         CheckpointError: if an array in `like` is traced.
@@ -295,8 +294,8 @@ def _arrays(
 ) -> dict[Path, Any]:
     """Convert the stored arrays, and return them by path.
 
-    Paths that share a JAX array in `like` share it in the result. Abstract arrays share one result
-    if they have the same stored array, sharding and dtype. NumPy arrays are never shared.
+    Paths with the same stored array, sharding and dtype share an array in the result if they share
+    a JAX array in `like`, or are abstract in `like`. NumPy arrays are never shared.
     """
     losses: list[Loss] = []
     made: dict[Any, Any] = {}
@@ -304,11 +303,12 @@ def _arrays(
     arrays: dict[Path, Any] = {}
     for one in wanted:
         value = one.leaf.value
-        if isinstance(value, jax.ShapeDtypeStruct):
-            key: Any = (one.name, one.sharding, value.dtype)
-        else:
+        key: Any = (one.name, one.sharding, value.dtype)
+        if isinstance(value, jax.Array):
+            key = (*key, id(value))
+        elif not isinstance(value, jax.ShapeDtypeStruct):
             # A NumPy array at two paths is often just zeros that were made once.
-            key = id(value) if isinstance(value, jax.Array) else one.leaf.path
+            key = one.leaf.path
         if key not in made:
             array, lost = one.array(stored[one.name])
             losses.append(Loss(one.leaf.path, array.size, one.row.dtype, array.dtype, lost))
@@ -364,7 +364,6 @@ def _wanted_arrays(
         problems.append(leaf.problem("was saved, but is not in `like`", _EXCLUDE))
     for leaf, to in taken:
         problems += misplaced(leaf, to)
-    problems += _untied([leaf for leaf, _ in taken], rows)
     problems += meeting(leaf for leaf, _ in taken)
     if problems:
         wrong = count(len({problem.path for problem in problems}), "leaf")
@@ -445,17 +444,3 @@ def _matches(item: Filter, leaf: Leaf) -> bool:
         case ClassFilter() | FunctionFilter():
             return False
     return item(leaf)
-
-
-def _untied(leaves: Sequence[Leaf], rows: Mapping[Path, SavedArray]) -> Iterator[Problem]:
-    """Yield a problem if paths share an array in `like`, but different arrays were saved."""
-    first: dict[int, SavedArray] = {}  # by the array in `like`
-    for leaf in leaves:
-        row = rows.get(leaf.path)
-        if row is None or not isinstance(leaf.value, jax.Array):
-            continue
-        other = first.setdefault(id(leaf.value), row)
-        stored_once = (other.same_as or other.path) == (row.same_as or row.path)
-        if not stored_once and (row.digest is None or row.digest != other.digest):
-            why = f"is the same array as `{other.path}` in `like`, but different arrays were saved"
-            yield leaf.problem(why, "untie the arrays in `like`: copy one of them with `ft.copy`")

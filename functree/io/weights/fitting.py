@@ -312,21 +312,6 @@ def unread_problems(
         yield Problem(None, None, names[0], f"no array uses this tensor{others}", remedy)
 
 
-def untied(leaves: Sequence[Leaf], named: Mapping[Path, Named]) -> Iterator[Problem]:
-    """Yield a problem for each array whose several paths would read different tensors."""
-    first: dict[int, Leaf] = {}
-    for leaf in leaves:
-        if not isinstance(leaf.value, jax.Array) or leaf.path not in named:
-            continue
-        other = first.setdefault(id(leaf.value), leaf)
-        if named[leaf.path].text != named[other.path].text:
-            why = (
-                f"is the same array as `{other.path}` in `like`, but `table` gives the two paths "
-                "different names"
-            )
-            yield leaf.problem(why, "untie the paths in `like`: copy the array with `ft.copy`")
-
-
 def _faulty(
     faults: Iterable[Sequence[tuple[Leaf, Sequence[Fault]]]], tensors: Iterable[str]
 ) -> Iterator[Problem]:

@@ -39,7 +39,7 @@ from functree.io.casts import Loss, warn_of_losses
 from functree.io.extras import ForeignErrors
 from functree.io.laid_out import ENABLE, is_enabled, laid_out, misplaced, not_enabled
 from functree.io.weights.files import ALL_DTYPES, Tensor, files_of, is_folder, open_tensors
-from functree.io.weights.fitting import Terms, Weight, fitted, unread_problems, untied
+from functree.io.weights.fitting import Terms, Weight, fitted, unread_problems
 from functree.io.weights.table import Table, TensorName, names_of, refusal
 from functree.labels.leaf import meeting
 from functree.layout.layout import LayoutTree
@@ -234,7 +234,6 @@ def _loaded(
         problems += unfit
         for leaf, sharding in zip(leaves.leaves, shardings, strict=True):
             problems += misplaced(leaf, sharding)
-        problems += untied(leaves.leaves, named)
         problems += meeting(leaves.leaves)
         problems += unread_problems(tensors, asked, left_out, terms.unread)
         problems += others
@@ -266,7 +265,7 @@ def _facts(weights: Sequence[Weight]) -> Facts:
 def _read(where: str, weights: Sequence[Weight], remedy: str) -> list[_Array]:
     """Read the arrays. All processes must call this, with the same arrays.
 
-    If `like` has one array at several paths, so does the result.
+    If `like` has one array at several paths with the same name, so does the result.
 
     Args:
         where: the files, for messages.
@@ -285,11 +284,13 @@ def _read(where: str, weights: Sequence[Weight], remedy: str) -> list[_Array]:
             value = weight.leaf.value
             # A NumPy array at two paths is often a placeholder, such as zeros that were created
             # once. Two arrays that share a buffer could not both be donated.
-            is_one = isinstance(value, jax.Array)
-            own.append(id(value) if is_one else weight.leaf.path)
-            if own[-1] not in once:
+            key: object = weight.leaf.path
+            if isinstance(value, jax.Array):
+                key = (weight.row.text, weight.sharding, id(value))
+            own.append(key)
+            if key not in once:
                 array, loss = weight.array()
-                once[own[-1]] = _as_in(value, array)
+                once[key] = _as_in(value, array)
                 losses.append(loss)
     with Agreement(_failure(where)):  # a user may turn the warning into an error
         warn_of_losses(where, losses, remedy)
