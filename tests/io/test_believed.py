@@ -255,14 +255,7 @@ def row(**changes: Any) -> Callable[[Head], Head]:
 
 
 MANIFESTS: dict[str, tuple[Callable[[Head], Head], str]] = {
-    "a huge shape": (row(shape=[10**9, 10**9]), "`bytes` is 128, but an array of this shape"),
     "a dtype that nobody knows": (row(dtype="float9"), "unknown dtype 'float9'"),
-    "a spec of other rank": (
-        row(spec=["a", None, None]),
-        "`spec` has 3 entries, but the array has 2",
-    ),
-    "the same as itself": (row(same_as="w"), "`same_as` is w, but no earlier row"),
-    "two rows of one array": (lambda body: body | {"rows": body["rows"] * 2}, "it has two rows"),
     "a path that is a list": (row(path="[[1]]"), "is not a Python literal that can be a key"),
     "a deep path": (row(path=f"[{'-' * 10**4}1]"), "is not a path"),
     "values elsewhere": (lambda body: body | {"arrays": "/tmp"}, "not a folder of values"),

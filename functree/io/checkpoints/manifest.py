@@ -2,10 +2,9 @@
 
 import hashlib
 import json
-import math
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
@@ -15,7 +14,6 @@ from functree.errors import (
     CheckpointFileError,
     FunctreeError,
     FunctreeValueError,
-    count,
 )
 from functree.report.json_text import FORMAT, parsed, read_value, written
 from functree.tree.arrays import DType
@@ -129,7 +127,6 @@ class Manifest(NamedTuple):
             # checkpoint.
             if manifest.arrays is not None and not re.fullmatch(VALUES, manifest.arrays):
                 raise FunctreeValueError(f"`arrays` is {manifest.arrays!r}, not a folder of values")
-            _check_rows(manifest.rows)
         except CheckpointError:
             raise
         except (FunctreeError, ValueError) as error:
@@ -145,26 +142,3 @@ def checksum(body: Mapping[str, Any]) -> str:
     # The checksum covers the values instead of the text, since the checksum is part of the same
     # JSON.
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def _check_rows(rows: Sequence[SavedArray]) -> None:
-    """Raise a FunctreeError for inconsistent rows."""
-    # Another program or a person may have written these rows with a correct checksum.
-    known: dict[Path, SavedArray] = {}
-    for row in rows:
-        why, size = "", math.prod(row.shape) * row.dtype.itemsize
-        first = row if row.same_as is None else known.get(row.same_as)
-        if row.path in known:
-            why = "it has two rows"
-        elif row.bytes != size:
-            why = f"`bytes` is {row.bytes}, but an array of this shape and dtype has {size} bytes"
-        elif row.spec is not None and len(row.spec) > len(row.shape):
-            why = (
-                f"`spec` has {len(row.spec)} entries, but the array has "
-                f"{count(len(row.shape), 'dimension')}"
-            )
-        elif first is None or (first.shape, first.dtype) != (row.shape, row.dtype):
-            why = f"`same_as` is {row.same_as}, but no earlier row has this path, shape and dtype"
-        if why:
-            raise FunctreeValueError(f"`{row.path}`: {why}")
-        known[row.path] = row
