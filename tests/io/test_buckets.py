@@ -123,7 +123,7 @@ def test_the_checkpoints_of_a_run(run: str, emulator: Emulator) -> None:
     assert value(ft.Checkpoints(run).restore(tree(), 20)) == 20
     with raises(f"{run} is not a checkpoint: it contains the checkpoints of a run", f"{run}/21"):
         ft.restore(run, tree())
-    with raises(f"{run}/none is not a checkpoint: the folder does not exist"):
+    with raises(f"{run}/none is not a checkpoint: it does not exist"):
         ft.inspect(f"{run}/none")
 
 
@@ -174,7 +174,7 @@ KINDS = ("folder", "bucket")
 def test_laws_of_a_folder(kind: str, run: str, tmp_path: Path) -> None:
     folder = folder_of(kind, run, tmp_path)
     nothing = folder.read()
-    assert folder.names() == [] and nothing.data is None and not folder.obstacle()
+    assert folder.names() == [] and nothing.data is None
     folder.make()
     # One is first, and the other one sees it; it is replaced whole.
     assert folder.commit("one", nothing.generation)

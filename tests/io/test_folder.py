@@ -214,7 +214,7 @@ def test_what_writers_left_is_no_checkpoint_and_goes_after_a_day(what: str, tmp_
     path = tmp_path / "7"
     LEFT[what](path)
     (left,) = path.iterdir()
-    with raises("is not a checkpoint: it contains no functree.json, so its writer is still"):
+    with raises("is not a checkpoint: it contains no functree.json"):
         ft.inspect(path)
     with ft.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(8, TREE)

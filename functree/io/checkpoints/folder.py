@@ -17,7 +17,6 @@ manifest names are removed by later saves, once they are 25 hours old. A writer 
 import os
 import re
 import shutil
-import stat
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -122,26 +121,11 @@ class Folder:
         """Return the names of those inner folders that contain a manifest."""
         return [name for name in names if (self.path / name / MANIFEST).is_file()]
 
-    def obstacle(self) -> str:
-        """Describe the file or link that keeps this path from being a folder, or return ''."""
-        # Call `stat` only once: another process may make or remove the folder between two calls.
-        try:
-            is_folder = stat.S_ISDIR(os.stat(self.path).st_mode)
-        except OSError:
-            is_folder = not os.path.islink(self.path)  # the path is missing, or is a broken link
-        if is_folder:
-            return ""
-        if os.path.islink(self.path):
-            return f"a link to {os.readlink(self.path)}, which is not a folder"
-        return "a file"
-
     def make(self) -> bool:
         """Make the folder, and return whether it is new."""
-        try:
-            self.path.mkdir(parents=True)
-        except FileExistsError:
-            return False
-        return True
+        is_new = not self.path.is_dir()
+        self.path.mkdir(parents=True, exist_ok=True)
+        return is_new
 
     def remove(self, name: str) -> None:
         """Remove a file or folder, which another process may remove at the same time."""
@@ -368,19 +352,15 @@ def read_manifest(folder: Folder) -> Manifest:
 
 def _no_checkpoint(folder: Folder) -> str:
     """Explain why a folder is not a checkpoint."""
-    if obstacle := folder.obstacle():
-        return f"it is {obstacle}"
     names = folder.names()
-    if any(map(_OWN.fullmatch, names)):
-        return f"it contains no {MANIFEST}, so its writer is still writing, or was stopped"
     if steps := steps_with_manifest(folder, named_steps(folder)):
         latest = folder.path / str(steps[-1])
         return (
             f"it contains the checkpoints of a run: pass the folder of one step, such as {latest}"
         )
-    if names or os.path.isdir(folder.path):
+    if names or folder.path.exists():
         return f"it contains no {MANIFEST}"
-    return "the folder does not exist"
+    return "it does not exist"
 
 
 def named_steps(folder: Folder) -> list[int]:
@@ -471,14 +451,11 @@ def _replaceable(folder: Folder, overwrite: bool) -> Found:
     """Read the manifest that a new manifest may replace, if there is one.
 
     Raises:
-        CheckpointError: if the path is a file, or a link that does not lead to a folder.
         CheckpointError: if the folder is a checkpoint, and `overwrite` is False.
         CheckpointError: if functree did not write the folder's manifest.
         CheckpointError: if the folder contains other files, and no checkpoint.
     """
     path = folder.path
-    if obstacle := folder.obstacle():
-        raise CheckpointFileError(f"{path} is {obstacle}: save to another path")
     if overwrite and is_foreign(folder):
         raise CheckpointFileError(
             f"{path / MANIFEST} was not written by functree, so it is not overwritten: save to "
