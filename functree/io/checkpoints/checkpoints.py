@@ -308,7 +308,7 @@ class Checkpoints:
             for one in steps[: -self._keep]:
                 old = self._folder.at(str(one))
                 # A link points to another run's checkpoint.
-                if os.path.islink(old.path) or is_foreign(old):
+                if os.path.islink(old.path) or is_foreign(old.read()):
                     warn(f"{old.path} was not removed, since `ft.Checkpoints` did not write it")
                 else:
                     remove_step(old)

@@ -234,9 +234,8 @@ _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 # `Path` removes a slash from an address. A local path may look like the result, but is unlikely to
 # begin with one of these schemes.
 _BROKEN_ADDRESS = re.compile(r"(gs|gcs|s3|s3a|az|abfss?|hdfs|https?|file):/")
-_IN_BUCKET = re.compile(r"gs://[^/]+(/[^/]+)*/?")
 # Orbax and fsspec expand shell patterns and resolve dots, and tensorstore refuses line breaks.
-_UNUSABLE = re.compile(r"[*?\[\]#\x00-\x1f\x7f]|(?<=/)\.\.?(?=/|$)")
+_IN_BUCKET = re.compile(r"gs://[^/]+(/(?!\.\.?(/|$))[^/*?\[\]#\x00-\x1f\x7f]+)*/?")
 
 
 def folder_at(path: str | os.PathLike[str]) -> Folder:
@@ -245,8 +244,8 @@ def folder_at(path: str | os.PathLike[str]) -> Folder:
     Raises:
         CheckpointError: if an address has a scheme other than `gs://`.
         CheckpointError: if an address lacks a slash after its scheme.
-        CheckpointError: if a `gs://` address does not name a folder in a bucket.
-        CheckpointError: if a `gs://` address contains characters that orbax does not accept.
+        CheckpointError: if a `gs://` address does not name a folder in a bucket, or contains
+            characters that orbax does not accept.
         CheckpointError: if the bucket cannot be opened.
         CheckpointError: if a local path cannot be made absolute.
         FunctreeError: if the extra `checkpoint` is not installed.
@@ -278,13 +277,8 @@ def _in_bucket(address: str) -> BucketFolder:
     """Return the folder at an address in a bucket."""
     if not _IN_BUCKET.fullmatch(address):
         raise CheckpointError(
-            f"{address} is not the address of a folder in a bucket: pass an address such as "
-            "gs://bucket/run/1"
-        )
-    if found := _UNUSABLE.search(address):
-        raise CheckpointError(
-            f"{address!r} contains {found.group()!r}, which cannot be part of a "
-            "checkpoint's address: use an address without it"
+            f"{address!r} is not the address of a folder in a bucket: pass an address such as "
+            "gs://bucket/run/1, whose names are not `.` or `..` and contain none of `*?[]#`"
         )
     # Orbax needs gcsfs to reach a bucket, but does not report that gcsfs is missing.
     import_extra("gcsfs", "gcs")
@@ -324,12 +318,9 @@ The files are next to the folder with the values. `BEGUN` means that the first p
 write. `FAILED` means that a process could not write.
 """
 
-# Names of folders with values, orbax's temporary folders, processes' notes, and lock files of
-# earlier functree versions. If a process is killed while it writes a manifest, tensorstore leaves
-# `functree.json.__lock`.
-_OWN = re.compile(
-    rf"{VALUES}(\.orbax-checkpoint-tmp|\.begun|\.failed|\.lock|\.json)?|functree\.json\.__lock"
-)
+# Names of folders with values, orbax's temporary folders, and processes' notes. If a process is
+# killed while it writes a manifest, tensorstore leaves `functree.json.__lock`.
+_OWN = re.compile(rf"{VALUES}(\.orbax-checkpoint-tmp|\{BEGUN}|\{FAILED})?|functree\.json\.__lock")
 
 
 def read_manifest(folder: Folder) -> Manifest:
@@ -455,19 +446,18 @@ def _replaceable(folder: Folder, overwrite: bool) -> Found:
         CheckpointError: if functree did not write the folder's manifest.
         CheckpointError: if the folder contains other files, and no checkpoint.
     """
-    path = folder.path
-    if overwrite and is_foreign(folder):
+    path, found = folder.path, folder.read()
+    if found.data is not None and not overwrite:
+        raise CheckpointFileError(
+            f"{path} is already a checkpoint: save to another path, or pass `overwrite=True`"
+        )
+    if is_foreign(found):
         raise CheckpointFileError(
             f"{path / MANIFEST} was not written by functree, so it is not overwritten: save to "
             "another path"
         )
-    found = folder.read()
     if found.data is not None:
-        if overwrite:
-            return found
-        raise CheckpointFileError(
-            f"{path} is already a checkpoint: save to another path, or pass `overwrite=True`"
-        )
+        return found
     # Other writers' files cause no error here, not even a manifest written just now. The first
     # writer to commit wins.
     others = [name for name in folder.names() if name != MANIFEST and not _OWN.fullmatch(name)]
@@ -478,18 +468,10 @@ def _replaceable(folder: Folder, overwrite: bool) -> Found:
     return found
 
 
-def is_foreign(folder: Folder) -> bool:
-    """Return whether a folder has a manifest that functree did not write."""
+def is_foreign(found: Found) -> bool:
+    """Return whether there is a manifest that functree did not write."""
     # Only the first bytes are compared, since a manifest that is damaged elsewhere may be replaced.
-    # A manifest that another program has reformatted begins differently, but can still be read.
-    try:
-        found = folder.read().data
-        if found is None or found.startswith(BEGINNING):
-            return False  # even if another process has just removed the checkpoint
-        read_manifest(folder)
-    except CheckpointError:
-        return True
-    return False
+    return found.data is not None and not found.data.startswith(BEGINNING)
 
 
 def _named(folder: Folder) -> str | None:
