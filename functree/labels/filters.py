@@ -17,7 +17,7 @@ from functree.argument_checks import check_callback, shown
 from functree.errors import USERS_ERRORS, RuleError, did_you_mean, error_text
 from functree.labels.leaf import Leaf
 from functree.tree.globs import glob_pattern, literal_text, match_text, meant_glob
-from functree.tree.paths import Keys, Path, tokens
+from functree.tree.paths import Path, tokens
 
 
 class Filter:
@@ -163,10 +163,7 @@ def pattern_path(leaf: Leaf, first: Path) -> Path | None:
 
 @dataclass(frozen=True, repr=False)
 class ExactPath(Filter):
-    """Filter for the leaf at a path that no glob can express.
-
-    Such a path has a key that no Python literal can express, such as an Enum member.
-    """
+    """Filter for the leaf at a path, which may have keys that no glob can express."""
 
     path: Path
 
@@ -175,16 +172,6 @@ class ExactPath(Filter):
 
     def __repr__(self) -> str:
         return f"Path({tuple(self.path)!r})"
-
-
-def path_glob(path: Path) -> "str | Path":
-    """Return the glob that matches only this path, or the path if its text is not a valid glob."""
-    text = str(path)
-    try:
-        glob_pattern(text)
-    except RuleError:
-        return path
-    return text
 
 
 def glob(pattern: str) -> Filter:
@@ -318,23 +305,11 @@ def under(cls: "type | types.UnionType") -> Filter:
     if typing.get_origin(cls) in (types.UnionType, typing.Union):
         classes = typing.get_args(cls)
     if not all(isinstance(c, type) for c in classes):
-        hint = bare_class(classes)
         raise RuleError(
-            f"a class filter must be a class, or classes joined by `|`, not {cls!r}{hint}"
+            "a class filter must be a class without type arguments, or such classes joined by `|`, "
+            f"not {cls!r}"
         )
     return ClassFilter(classes)
-
-
-def bare_class(classes: Iterable[Any]) -> str:
-    """Return the end of a message about a class with type arguments, such as `Box[int]`.
-
-    The text is empty if no class has type arguments.
-    """
-    for cls in classes:
-        origin = typing.get_origin(cls)
-        if isinstance(origin, type):
-            return f"; write `{origin.__name__}`, since instances do not carry type arguments"
-    return ""
 
 
 @dataclass(frozen=True, repr=False)
@@ -430,43 +405,37 @@ class FirstMatch:
     """
 
     def __init__(self, filters: Sequence[Filter]):
-        # Globs without wildcards go into a dict, since a tree of specs has one such glob per leaf.
+        # Paths and globs without wildcards go into a dict, since a tree of specs has one path per
+        # leaf.
         self._literals: dict[str, int] = {}
-        # All other filters. A glob comes with its regular expression, the text that a match must
-        # end with, and its first key.
-        self._others: list[tuple[int, Filter, re.Pattern[str] | None, str, Path]] = []
+        # All other filters. A glob comes with its regular expression and its first key.
+        self._others: list[tuple[int, Filter, re.Pattern[str] | None, Path]] = []
         for i, item in enumerate(filters):
-            literal = literal_text(item.pattern) if isinstance(item, Glob) else None
+            literal = expression = None
+            if isinstance(item, ExactPath):
+                literal = match_text(item.path)
+            elif isinstance(item, Glob):
+                literal, expression = literal_text(item.pattern), glob_pattern(item.pattern)
             if literal is None:
-                expression, end = None, ""
-                if isinstance(item, Glob):
-                    expression, last = glob_pattern(item.pattern), list(tokens(item.pattern))[-1:]
-                    end = literal_text(".".join(last)) or ""
-                self._others.append((i, item, expression, end, first_name(item)))
+                self._others.append((i, item, expression, first_name(item)))
             else:
-                self._literals.setdefault(literal, i)  # the first of two equal globs decides
+                self._literals.setdefault(literal, i)  # the first of two equal paths decides
 
     def __call__(self, leaf: Leaf) -> int | None:
+        # The texts of the path that filters match, and of the paths from names above the leaf.
         seen = None if leaf.seen is None else match_text(leaf.seen)
-        least = None if seen is None else self._literals.get(seen)
-        # The text of the path from each name above the leaf. Most leaves have no such names.
-        named: dict[Keys, str] = {}
-        if leaf.roots:
-            for root in leaf.roots:
-                named.setdefault(root.path[:1], match_text(root.path))
-            texts = list(named.values())
-            if seen is not None and leaf.named((leaf.seen or ())[:1]) is None:
-                texts.append(seen)
-            found = [self._literals[text] for text in texts if text in self._literals]
-            least = min(found, default=None)
-        for i, item, expression, end, first in self._others:
+        texts = {root.path[:1]: match_text(root.path) for root in reversed(leaf.roots)}
+        if seen is not None:
+            texts.setdefault((leaf.seen or ())[:1], seen)
+        found = [self._literals[text] for text in texts.values() if text in self._literals]
+        least = min(found, default=None)
+        for i, item, expression, first in self._others:
             if least is not None and i > least:
                 break
-            # This runs for each leaf and filter, so it compares the last key first, which rules out
-            # most globs.
+            # This runs for each leaf and filter, so a glob's expression is matched here.
             if expression is not None:
-                text = named.get(first, seen)
-                fits = text is not None and text.endswith(end) and expression.fullmatch(text)
+                text = texts.get(first, seen)
+                fits = text is not None and expression.fullmatch(text)
             elif seen is not None or isinstance(item, Everything):
                 fits = item(leaf)
             else:
@@ -503,8 +472,7 @@ def as_filter(written: Any) -> Filter:
         case types.EllipsisType():
             return Everything()
         case Path():
-            pattern = path_glob(written)
-            return Glob(pattern) if isinstance(pattern, str) else ExactPath(pattern)
+            return ExactPath(written)
     # `typing.Union[A, B]` and `Box[int]` are not instances of the classes above.
     if typing.get_origin(written) is not None:
         return under(written)
@@ -522,8 +490,7 @@ def as_filter(written: Any) -> Filter:
 def meant(item: Filter, leaves: Iterable[Leaf]) -> str:
     """Return `; did you mean ...?` with a similar pattern or path that matches one of the leaves.
 
-    For a class filter, the text instead names a class of the tree with the same name. The text is
-    empty if nothing is similar, or if the filter is neither a pattern nor a class.
+    The text is empty if nothing is similar, or if the filter is not a pattern.
     """
     paths: dict[Path, None] = {}
     for leaf in leaves:
@@ -538,25 +505,6 @@ def meant(item: Filter, leaves: Iterable[Leaf]) -> str:
             return did_you_mean(item.pattern.pattern, map(item.text, paths))
         case ExactPath():
             return did_you_mean(item.path, paths)
-        case ClassFilter():
-            return _of_that_name(item, leaves)
-    return ""
-
-
-def _of_that_name(item: ClassFilter, leaves: Iterable[Leaf]) -> str:
-    """Return the end of a message if the tree has a different class with the same name."""
-    within = {cls for leaf in leaves for cls in leaf.within}
-    for cls in item.classes:
-        for other in within:
-            if other.__name__ != cls.__name__:
-                continue
-            if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
-                name = f"{other.__module__}.{other.__qualname__}"
-                return f"; the tree contains instances of `{name}`"
-            return (
-                f"; the tree contains instances of an earlier definition of `{cls.__name__}`: "
-                "rebuild the tree with the current definition, or write a pattern for their paths"
-            )
     return ""
 
 

@@ -28,7 +28,6 @@ from functree.labels.filters import (
     first_name,
     meant,
     names,
-    path_glob,
     patterns,
 )
 from functree.labels.leaf import Leaf
@@ -137,6 +136,7 @@ class StateSharding(Layout):
 
         Raises:
             RuleError: if a leaf of the tree is not a spec.
+            RuleError: if a key of a dict has no Python literal, such as an Enum member.
         """
         # `None` is not a leaf: in a tree of specs, it stands for values that are not arrays.
         leaves = leaves_of(tree, lambda x: x is not None and is_layout(x))
@@ -148,7 +148,7 @@ class StateSharding(Layout):
                     "`P(...)`, or `P()` to replicate the leaf"
                 )
             # A single spec has an empty path, which is not a glob.
-            pairs.append((path_glob(path) if path else ..., value))
+            pairs.append((str(path) if path else ..., value))
         return cls(pairs)
 
     @property
@@ -236,9 +236,7 @@ def _written(written: Any) -> str:
             return " | ".join(map(_written, written.__args__))
         case type():
             return written.__name__
-        case Path():
-            return repr(str(written))
-        case str() | Filter():
+        case str() | Path() | Filter():
             return repr(written)
     return repr(as_filter(written))
 

@@ -4,8 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import fields, is_dataclass
 from itertools import chain
-from types import UnionType
-from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, overload
+from typing import Any, Generic, Literal, TypeVar, get_origin, overload
 
 import equinox as eqx
 import jax
@@ -23,7 +22,7 @@ from functree.errors import (
     error_text,
     listed,
 )
-from functree.labels.filters import Filter, as_filter, bare_class
+from functree.labels.filters import Filter, as_filter
 from functree.labels.leaves import read
 from functree.tree.arrays import Tree, value_text
 from functree.tree.nodes import BELOW, children, leaves_of, mapped, nodes_at, outermost, walk
@@ -94,10 +93,9 @@ class Selection(Generic[T]):
         try:
             isinstance(None, cls)
         except TypeError:
-            classes = get_args(cls) if isinstance(cls, UnionType) else (cls,)
-            bare = bare_class(classes)
             raise FunctreeTypeError(
-                f"under: {cls!r} is not a class: pass a class, or classes joined by `|`{bare}"
+                f"under: {cls!r} is not a class: pass a class without type arguments, or such "
+                "classes joined by `|`"
             ) from None
         return self._outermost(lambda path, node: isinstance(node, cls), f".under({_name(cls)})")
 

@@ -461,7 +461,7 @@ CASES: dict[str, tuple[Callable[[ft.Selection[Any]], Any], tuple[str, ...]]] = {
         ("`layers.0.bias` is inside `layers`", "return only one of them"),
     ),
     "under a number": (lambda s: s.under(3), ("under: 3 is not a class", "pass a class")),
-    "under a class with arguments": (lambda s: s.under(list[int]), ("under: list[int] is not a class", "write `list`")),
+    "under a class with arguments": (lambda s: s.under(list[int]), ("under: list[int] is not a class", "without type arguments")),
     "remove a field": (
         lambda s: s.at(lambda m: (m.act, m.named.second)).remove(),
         ("2 parts cannot be removed", "is a child of Model, not an element of a list, a tuple or a dict",
