@@ -20,7 +20,7 @@ from functree.state.refs import StateRef, holds, strong
 from functree.tree.arrays import AnyArray, Tree, array_text, is_array
 from functree.tree.axes import dict_text
 from functree.tree.interfaces import Entry, PackedTree, StateMapping
-from functree.tree.nodes import BELOW, mapped, outermost
+from functree.tree.nodes import outermost, with_nodes
 from functree.tree.paths import Keys, Path
 
 T = TypeVar("T")
@@ -265,12 +265,10 @@ def place_state(model: T, leaves: Sequence[Leaf]) -> tuple[T, State]:
         entries.append(Entry(path, leaf.axes, leaf.stacked))
         values[path] = leaf.value
 
-    def placed(_: Path, node: Tree) -> Tree:
-        if not isinstance(node, StateRef):
-            return BELOW
-        return node.at(Path(declared[node.token].path[:-1]))
-
-    model = mapped(model, placed)
+    placed: dict[Keys, Tree] = {}
+    for path, node in outermost(model, lambda _, node: isinstance(node, StateRef)):
+        placed[path] = node.at(Path(declared[node.token].path[:-1]))
+    model = with_nodes(model, placed)
     return model, State(tuple(entries), apart(values, model))
 
 

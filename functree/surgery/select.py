@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from copy import copy
-from dataclasses import fields, is_dataclass
-from itertools import chain
 from typing import Any, Generic, Literal, TypeVar, get_origin, overload
 
 import equinox as eqx
@@ -25,8 +23,8 @@ from functree.errors import (
 from functree.labels.filters import Filter, as_filter
 from functree.labels.leaves import read
 from functree.tree.arrays import Tree, value_text
-from functree.tree.nodes import BELOW, children, leaves_of, mapped, nodes_at, outermost, walk
-from functree.tree.paths import Key, Path, first_beginning
+from functree.tree.nodes import children, leaves_of, nodes_at, outermost, walk, with_nodes
+from functree.tree.paths import Key, Keys, Path, first_beginning
 
 T = TypeVar("T")
 
@@ -46,14 +44,11 @@ class Selection(Generic[T]):
         0.0
     """
 
-    __slots__ = ("_asked", "_found_by", "_paths", "_tree")
+    __slots__ = ("_found_by", "_paths", "_tree")
 
-    def __init__(
-        self, tree: T, paths: Sequence[Path], asked: str = "", found_by: "_FoundBy | None" = None
-    ):
+    def __init__(self, tree: T, paths: Sequence[Path], found_by: "_FoundBy | None" = None):
         self._tree: T = tree
         self._paths: tuple[Path, ...] = tuple(paths)
-        self._asked: str = asked  # the calls so far, for messages: `.under(Linear)`
         self._found_by: _FoundBy | None = found_by
 
     # Choosing
@@ -76,11 +71,11 @@ class Selection(Generic[T]):
         if isinstance(where, str | Path):
             below = Path(where)
             paths = [_path_below(path, part, below) for path, part in self._parts()]
-            return self._chosen(paths, f".at({str(below)!r})")
+            return self._chosen(paths)
         picked: list[Path] = []
         for path, part in self._parts():
             picked += [Path((*path, *keys)) for keys in _picked_paths(part, where)]
-        return self._chosen(picked, f".at({_name(where)})")
+        return self._chosen(picked)
 
     def under(self, cls: Any) -> "Selection[T]":
         """Select the outermost instances of a class, or of several classes (`Linear | Conv`).
@@ -97,7 +92,7 @@ class Selection(Generic[T]):
                 f"under: {cls!r} is not a class: pass a class without type arguments, or such "
                 "classes joined by `|`"
             ) from None
-        return self._outermost(lambda path, node: isinstance(node, cls), f".under({_name(cls)})")
+        return self._outermost(lambda path, node: isinstance(node, cls))
 
     def where(self, what: Any) -> "Selection[T]":
         """Select the arrays that match a filter, or the outermost parts that satisfy a predicate.
@@ -119,12 +114,11 @@ class Selection(Generic[T]):
             or get_origin(what)
             or not callable(what)
         ):
-            chosen = as_filter(what)
             # Arrays contain no parts, so `innermost` keeps all of them.
-            paths = self._matched(chosen)
-            return self._chosen(paths, f".where({chosen!r})", (lambda path, node: True, paths))
+            paths = self._matched(as_filter(what))
+            return self._chosen(paths, (lambda path, node: True, paths))
         check_callback(what, "a filter")
-        return self._outermost(_telling(what), f".where({_name(what)})")
+        return self._outermost(_telling(what))
 
     def innermost(self) -> "Selection[T]":
         """Select the innermost parts instead of the outermost.
@@ -143,8 +137,8 @@ class Selection(Generic[T]):
         """
         if self._found_by is None:
             raise FunctreeValueError(
-                f"select({type(self._tree).__name__}){self._asked}.innermost(): only `.under(cls)` "
-                "and `.where(...)` search for parts: call `.innermost()` right after one of them"
+                "innermost: only `.under(cls)` and `.where(...)` search for parts: call "
+                "`.innermost()` right after one of them"
             )
         paths: list[Path] = []
         fits, within = self._found_by
@@ -154,7 +148,7 @@ class Selection(Generic[T]):
                     paths.append(Path((*start, *keys)))
         above = {path[:depth] for path in paths for depth in range(len(path))}
         inner = [path for path in paths if path not in above]
-        return self._chosen(inner, ".innermost()")
+        return self._chosen(inner)
 
     # Looking
 
@@ -301,20 +295,18 @@ class Selection(Generic[T]):
         """Return the selected parts with their paths."""
         return zip(self._paths, self, strict=True)
 
-    def _chosen(
-        self, paths: Sequence[Path], asked: str, found_by: "_FoundBy | None" = None
-    ) -> "Selection[T]":
+    def _chosen(self, paths: Sequence[Path], found_by: "_FoundBy | None" = None) -> "Selection[T]":
         # `nodes_at` raises an error for a path that several parts share, because these parts could
         # be confused.
         nodes_at(self._tree, paths)
-        return Selection(self._tree, paths, self._asked + asked, found_by)
+        return Selection(self._tree, paths, found_by)
 
-    def _outermost(self, fits: "_Fits", asked: str) -> "Selection[T]":
+    def _outermost(self, fits: "_Fits") -> "Selection[T]":
         """Select the outermost nodes for which a function returns True."""
         paths: list[Path] = []
         for start, part in self._parts():
             paths += [Path((*start, *path)) for path, _ in outermost(part, fits)]
-        return self._chosen(paths, asked, (fits, self._paths))
+        return self._chosen(paths, (fits, self._paths))
 
     def _matched(self, chosen: Filter) -> list[Path]:
         """Return the paths of the arrays that a filter matches."""
@@ -322,19 +314,14 @@ class Selection(Generic[T]):
         # The paths of nodes, looked up by index. Leaves of a state or a packed tree have their path
         # in the model (several keys) instead of the path of their node (one key).
         places = [path for path, _ in leaves_of(self._tree)]
-        matched = dict[Path, list[Path]]()
-        for start in self._paths:
-            matched[start] = []
+        starts, matched = set(self._paths), list[Path]()
         for index, leaf in zip(whole.skeleton.indices, whole.leaves, strict=True):
             # At most one selected part contains the leaf, because no part contains another.
-            start = first_beginning(places[index], matched)
-            if start is None:
-                continue
+            start = first_beginning(places[index], starts)
             # Patterns match the path below the selected part.
-            below = Path(leaf.path[len(start) :])
-            if chosen(leaf._replace(seen=below)):
-                matched[start].append(places[index])
-        return list(chain(*matched.values()))
+            if start is not None and chosen(leaf._replace(seen=Path(leaf.path[len(start) :]))):
+                matched.append(places[index])
+        return matched
 
     def _changed(self, change: Callable[[Path, Tree], Any]) -> T:
         """Replace each selected part. Nodes that contain no selected part keep their identity.
@@ -343,15 +330,7 @@ class Selection(Generic[T]):
             FunctreeError: if nothing is selected.
         """
         self._check_some()
-        chosen = set(self._paths)
-        above = {path[:depth] for path in chosen for depth in range(len(path))}
-
-        def changed(path: Path, node: Tree) -> Any:
-            if path in chosen:
-                return change(path, node)
-            return BELOW if path in above else node
-
-        return mapped(self._tree, changed)
+        return with_nodes(self._tree, {path: change(path, part) for path, part in self._parts()})
 
     def _replaced(self, by: Callable[[Tree], tuple[Tree, ...]], *, insert: bool) -> T:
         """Replace each selected element with several elements (`insert`) or with none.
@@ -361,19 +340,30 @@ class Selection(Generic[T]):
             FunctreeError: if a part is not an element of a list, tuple or dict.
         """
         self._check_some()
-        self._check_elements(insert)
+        wanted = "a list or a tuple" if insert else "a list, a tuple or a dict"
+        remedy = "replace the part instead, with `.set(value)` or `.apply(fn)`"
         keys: dict[Path, set[Key]] = {}
-        for path in self._paths:
-            keys.setdefault(Path(path[:-1]), set()).add(path[-1])
-
-        def changed(path: Path, node: Tree) -> Tree:
-            return _with_elements(node, keys[path], by)
+        problems: list[Problem] = []
+        parents = nodes_at(self._tree, [Path(path[:-1]) for path in self._paths])
+        for (path, part), parent in zip(self._parts(), parents, strict=True):
+            keys.setdefault(Path(path[:-1]), set()).update(path[-1:])
+            fits = type(parent) in (list, tuple) or (isinstance(parent, dict) and not insert)
+            if not path or not fits:
+                why = f"is not an element of {wanted}"
+                problems.append(Problem(path, None, value_text(part), why, remedy))
+        if problems:
+            cannot = "insert next to" if insert else "remove"
+            headline = f"select: cannot {cannot} {count(len(problems), 'part')}"
+            raise FunctreeValueError(headline, problems)
 
         # The deepest paths come first, because a removal changes the indices in longer paths.
         tree = self._tree
         for depth in sorted({len(path) for path in keys}, reverse=True):
             here = [path for path in keys if len(path) == depth]
-            tree = Selection(tree, here)._changed(changed)
+            changed: dict[Keys, Tree] = {}
+            for path, node in zip(here, nodes_at(tree, here), strict=True):
+                changed[path] = _with_elements(node, keys[path], by)
+            tree = with_nodes(tree, changed)
         return tree
 
     def _check_some(self) -> None:
@@ -384,36 +374,9 @@ class Selection(Generic[T]):
         """
         if not self._paths:
             raise FunctreeValueError(
-                f"select({type(self._tree).__name__}){self._asked} selects nothing, so nothing can "
+                f"select: no part of the {type(self._tree).__name__} is selected, so nothing can "
                 "be changed: correct the selection, or check `.count()` first"
             )
-
-    def _check_elements(self, insert: bool) -> None:
-        """Refuse parts that are not elements of a container whose length may change.
-
-        Raises:
-            FunctreeError: if there are such parts. The error lists them.
-        """
-        if insert:
-            wanted = "a list or a tuple"
-            remedy = "use `.apply(lambda part: ...)` to replace the part"
-            headline = "nothing can be inserted next to {}"
-        else:
-            wanted, remedy = "a list, a tuple or a dict", "use `.set(None)` instead"
-            headline = "{} cannot be removed"
-        problems = []
-        parents = nodes_at(self._tree, [Path(path[:-1]) for path in self._paths])
-        for (path, part), parent in zip(self._parts(), parents, strict=True):
-            if not path:
-                where = "is the whole tree"
-            elif type(parent) in (list, tuple) or (not insert and isinstance(parent, dict)):
-                continue
-            else:
-                where = f"is a child of {type(parent).__name__}"
-            why = f"{where}, not an element of {wanted}"
-            problems.append(Problem(path, None, value_text(part), why, remedy))
-        if problems:
-            raise FunctreeValueError(headline.format(count(len(problems), "part")), problems)
 
     def _refuse(self, headline: str, remedy: str) -> FunctreeError:
         """Make an error that lists the selected parts."""
@@ -514,20 +477,11 @@ def _path_below(path: Path, node: Tree, below: Path) -> Path:
         if key not in known:
             here = Path((*path, *below[:i])) or type(node).__name__
             hint = did_you_mean(key, known)
-            if is_dataclass(node) and key in [field.name for field in fields(node)]:
-                hint = f"; `{key}` is a static field, not a part of the tree"
             raise FunctreeValueError(
                 f"at: `{below}` does not exist, since `{here}` has no `{Path((key,))}`{hint}"
             )
         node = known[key]
     return Path((*path, *below))
-
-
-class _Mark:
-    """A placeholder for one leaf."""
-
-    def __repr__(self) -> str:
-        return "<leaf>"
 
 
 def _is_one(node: Tree) -> bool:
@@ -551,7 +505,7 @@ def _picked_paths(node: Tree, where: Callable[[Tree], Any]) -> list[Path]:
     # The function gets a copy in which each node and leaf is a different object, so that objects in
     # its result identify their paths. None and the empty tuple exist only once in Python, so they
     # are replaced too.
-    copied = jax.tree.map(lambda leaf: _Mark(), node, is_leaf=_is_one)
+    copied = jax.tree.map(lambda leaf: object(), node, is_leaf=_is_one)
     places: dict[int, Path] = {}
     for keys, part, _ in walk(copied):
         places.setdefault(id(part), Path(keys))

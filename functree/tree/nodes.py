@@ -1,7 +1,7 @@
 """`walk` visits the nodes of a tree with their paths; `rebuilt` gives a node new children."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from functree.errors import FunctreeValueError, Problem
 from functree.tree.arrays import Tree
@@ -150,23 +150,17 @@ def leaves_of(
             yield Path(keys), node
 
 
-_ROOT = Path()
+def with_nodes(tree: Tree, nodes: Mapping[Keys, Tree]) -> Tree:
+    """Replace the nodes at some paths, none of which begins with another.
 
-
-def mapped(tree: Tree, change: Callable[[Path, Tree], Tree], path: Path = _ROOT) -> Tree:
-    """Replace the nodes of a tree with the results of a function of path and node.
-
-    If the function returns `BELOW` for a node, the node is rebuilt, and the function is applied to
-    its children. If it returns `BELOW` for a leaf or `None`, the value is kept.
+    Nodes that contain none of the replaced nodes are kept.
     """
-    changed = change(path, tree)
-    if changed is not BELOW:
-        return changed
-    below = children(tree)
-    if below is None:
+    if not nodes:
         return tree
-    return rebuilt(tree, [mapped(child, change, path / key) for key, child in below])
-
-
-BELOW = object()
-"""The value that a function passed to `mapped` returns to keep a node and change its children."""
+    if () in nodes:
+        return nodes[()]
+    inside: dict[Key, dict[Keys, Tree]] = {}
+    for path, node in nodes.items():
+        inside.setdefault(path[0], {})[path[1:]] = node
+    below = children(tree) or ()
+    return rebuilt(tree, [with_nodes(child, inside.get(key, {})) for key, child in below])

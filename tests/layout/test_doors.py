@@ -531,9 +531,6 @@ def test_a_spec_for_a_scalar() -> None:
     assert ft.plan(tree, P("data"), MESH).specs == {"w": P("data"), "scale": P()}
 
 
-# A class that is defined again
-
-
 # A layout that no filter has chosen says nothing
 
 

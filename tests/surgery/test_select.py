@@ -251,7 +251,7 @@ def test_innermost() -> None:
         "heads.z.bias",
     ]
     assert ft.select(tree).under(dict).innermost().set(0) == [[1, [2]], 0, (5,)]
-    with raises("select(list).under(str).innermost() selects nothing"):
+    with raises("no part of the list is selected"):
         ft.select(tree).under(str).innermost().set(0)
 
 
@@ -335,14 +335,6 @@ def test_remove_from_several_at_once() -> None:
 # Edges
 
 
-EMPTY: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "a class": (lambda s: s.under(eqx.nn.Linear), "select(Model).under(Linear)"),
-    "a function": (lambda s: s.where(lambda path, node: False), "select(Model).where(<lambda>)"),
-    "several steps": (
-        lambda s: s.at("layers").under(dict).under(Norm),
-        "select(Model).at('layers').under(dict).under(Norm)",
-    ),
-}
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "set": lambda s: s.set(1), "set_each": lambda s: s.set_each([]), "apply": lambda s: s.apply(lambda x: 1 / 0),
     "remove": lambda s: s.remove(), "insert_after": lambda s: s.insert_after(1),
@@ -350,13 +342,10 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("case", "change"), [*((case, "set") for case in EMPTY), *(("a class", one) for one in CHANGES)]
-)
-def test_to_change_nothing_is_an_error(case: str, change: str) -> None:
-    choose, asked = EMPTY[case]
-    with raises(f"{asked} selects nothing, so nothing can be changed", "`.count()`"):
-        CHANGES[change](choose(ft.select(model())))
+@pytest.mark.parametrize("change", CHANGES)
+def test_to_change_nothing_is_an_error(change: str) -> None:
+    with raises("no part of the Model is selected, so nothing can be changed", "`.count()`"):
+        CHANGES[change](ft.select(model()).under(eqx.nn.Linear))
 
 
 def test_an_empty_selection_can_be_looked_at() -> None:
@@ -453,7 +442,6 @@ CASES: dict[str, tuple[Callable[[ft.Selection[Any]], Any], tuple[str, ...]]] = {
         lambda s: s.at("layers.0.weigth"),
         ("at: `layers.0.weigth` does not exist", "`layers.0` has no `weigth`", "did you mean `weight`?"),
     ),
-    "a static field": (lambda s: s.at("layers.0.name"), ("`layers.0` has no `name`", "a static field")),
     "at: a slice": (lambda s: s.at(lambda m: [m.pair[:1]]), ("returned (Norm(", "which is not a part of the tree")),
     "at: no parts": (lambda s: s.at(lambda m: ()), ("the function returned ()",)),
     "at: one in another": (
@@ -464,14 +452,12 @@ CASES: dict[str, tuple[Callable[[ft.Selection[Any]], Any], tuple[str, ...]]] = {
     "under a class with arguments": (lambda s: s.under(list[int]), ("under: list[int] is not a class", "without type arguments")),
     "remove a field": (
         lambda s: s.at(lambda m: (m.act, m.named.second)).remove(),
-        ("2 parts cannot be removed", "is a child of Model, not an element of a list, a tuple or a dict",
-         "named.second   NoneType", "is a child of Named", "`.set(None)`"),
+        ("cannot remove 2 parts", "is not an element of a list, a tuple or a dict", "named.second   NoneType", "`.set(value)`"),
     ),
-    "remove the whole": (lambda s: s.remove(), ("1 part cannot be removed", "Model", "is the whole tree")),
+    "remove the whole": (lambda s: s.remove(), ("cannot remove 1 part", "Model", "is not an element")),
     "insert beside a field": (
         lambda s: s.where("**.bias").insert_after(1),
-        ("nothing can be inserted next to 2 parts", "layers.0.bias, heads.z.bias   f32[3]", "is a child of Dense",
-         "not an element of a list or a tuple", "`.apply(lambda part: ...)`"),
+        ("cannot insert next to 2 parts", "layers.0.bias, heads.z.bias   f32[3]", "is not an element of a list or a tuple"),
     ),
 }  # fmt: skip
 
