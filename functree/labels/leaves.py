@@ -48,7 +48,7 @@ from functree.labels.leaf import Leaf, unheld_problem
 from functree.tree.arrays import AnyArray, Tree, is_array, is_unheld_number
 from functree.tree.axes import Axes, Names
 from functree.tree.interfaces import Stack, StateMapping, TrainingState
-from functree.tree.nodes import children, walk
+from functree.tree.nodes import children
 from functree.tree.paths import Keys, Path, first_beginning, plain_key
 from functree.tree.prefix import PrefixOf, aligned
 from functree.tree.skeleton.kinds import (
@@ -141,12 +141,7 @@ def read(
 
 def arrays_by_path(tree: Tree) -> dict[Path, AnyArray]:
     """Return the arrays of a tree by path, without their axes. Raise the same errors as `read`."""
-    try:
-        nodes = walk(tree, in_model=True)
-        return {Path(keys): node for keys, node, kind in nodes if kind is ARRAY}
-    except (TypeError, RecursionError):
-        read(tree)  # raises an error with the path of the node that JAX cannot flatten
-        raise
+    return {leaf.path: leaf.value for leaf in read(tree).leaves}
 
 
 def tree_axes(tree: Tree, names: Mapping[type, Names] | None = None) -> Any:
@@ -249,7 +244,6 @@ class _Walk:
         self.kinds: dict[type, Kind] = {}
         self.fields_of: dict[tuple[type, Hint], Mapping[str, Hint]] = {}
         self.memory: Memory = {}
-        self.tried: dict[Hint, Hint] = {}
         self.used: set[type] = set()  # the classes in `names` whose axes apply to a leaf
         self.training: dict[Path, TrainingState] = {}
         # Fields whose annotation contains `ft.names`.
@@ -285,7 +279,7 @@ class _Walk:
         elif kind is STATE:
             self._state(node, path, context)
         elif kind is PACKED:
-            self.visit(node.tree, path, _of_packed(node, hint), context)
+            self.visit(node.tree, path, hint, context)
         elif kind is EQUINOX_STATE:
             opened = given_at(node, len(path), context.pending, self.names)
             inside = _in_module(node, inside_of(context, type(node)), opened, None)
@@ -307,12 +301,7 @@ class _Walk:
     ) -> tuple[Hint, Context]:
         """Resolve the annotation of a node, and add facts about the leaves below to the context."""
         if hint.references:
-            # Each hint is tried once per walk. The next walk tries again, since a name may be
-            # defined later.
-            tried = self.tried.get(hint)
-            if tried is None:
-                tried = self.tried[hint] = hint.tried()
-            hint = tried
+            hint = hint.tried()
         if hint.buffer:
             context = context._replace(buffer=True)
         if kind not in LEAVES:
@@ -392,14 +381,6 @@ class _Walk:
             declared, stacked = Axes(*entry.axes[unstacked:]), entry.stacked - unstacked
             axes = state_axes(child, place, declared)
             self.leaves.append(Leaf(place, child, *axes, within, place, (), stacked))
-
-
-def _of_packed(node: Tree, hint: Hint) -> Hint:
-    """Return the annotation of the tree that was packed: X in `Packed[X]`."""
-    for origin, args in hint.generics:
-        if origin is type(node) and args:
-            return args[0]
-    return hint
 
 
 def _sorted_keys(node: Mapping[Any, Any], path: Keys) -> Iterable[Any]:

@@ -70,7 +70,17 @@ class ArrayForm(NamedTuple):
     dims: tuple[Dim, ...]
     dtype: Any = None  # jaxtyping's class (`Float`), or None for any dtype
     spec: PartitionSpec | None = None
-    wrong: str = ""  # why the dimension string is invalid
+
+    @property
+    def wrong(self) -> str:
+        """The reason why the dimension string is invalid, or an empty string."""
+        for dim in self.dims:
+            # In some libraries, `embed:data` or `embed@data` assigns mesh axes. jaxtyping reads
+            # such a token as an expression, so the dimension would silently have no name. `{...}`
+            # is an expression that may contain these characters.
+            if ("@" in dim.token or ":" in dim.token) and "{" not in dim.token:
+                return f"`{dim.token}` in a dimension string is not an axis name"
+        return ""
 
     @property
     def plain(self) -> Axes | None:
@@ -106,16 +116,7 @@ class ArrayForm(NamedTuple):
 @lru_cache(maxsize=4096)
 def array_form(dim_str: str, dtype: Any = None) -> ArrayForm:
     """Parse a jaxtyping dimension string."""
-    tokens = dim_str.split()
-    wrong = ""
-    for token in tokens:
-        # In some libraries, `embed:data` or `embed@data` assigns mesh axes. jaxtyping reads such a
-        # token as an expression, so the dimension would silently have no name. `{...}` is an
-        # expression that may contain these characters.
-        if ("@" in token or ":" in token) and "{" not in token:
-            wrong = f"`{token}` in a dimension string is not an axis name"
-            break
-    return ArrayForm(tuple(map(dim, tokens)), dtype, wrong=wrong)
+    return ArrayForm(tuple(map(dim, dim_str.split())), dtype)
 
 
 @lru_cache(maxsize=4096)
@@ -171,7 +172,7 @@ UNREADABLE = (
 )
 
 
-Values = Mapping[TypeVar, "Hint"]  # the values of type variables
+Values = Mapping[TypeVar, "Reference"]  # the values of type variables
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,12 +186,14 @@ class Namespace:
         optional: whether a name may stay unresolved, because its union also allows any array. An
             example is optax's recursive alias `ArrayTree = Array | Iterable["ArrayTree"] | ...`,
             which cannot be resolved from another module.
+        spec: the spec in an `Annotated` around the annotation.
     """
 
     module: str
     names: Mapping[str, Any] = field(default_factory=dict)
     values: Values = field(default_factory=dict)
     optional: bool = False
+    spec: PartitionSpec | None = None
 
     def find(self, text: str) -> Any:
         """Evaluate an expression. Its errors propagate."""
@@ -202,42 +205,37 @@ class Namespace:
 
 
 class Reference(NamedTuple):
-    """A quoted name or type alias in an annotation, which is resolved when a leaf needs it.
+    """A type expression in an annotation, which is resolved when a leaf needs it.
 
     Attributes:
-        what: the quoted text, or the alias (`type X = ...`) with its arguments.
-        namespace: the namespace in which a text is looked up.
-        spec: the spec in an `Annotated` around the name or alias.
+        what: the expression: a quoted text, an alias (`type X = ...`) with its arguments, or the
+            argument of a generic class.
+        namespace: the namespace in which its names are looked up.
     """
 
     what: Any
     namespace: Namespace
-    spec: PartitionSpec | None = None
 
     def resolve(self) -> "Hint":
         """Return the referenced hint. Raise Python's error if the reference cannot be evaluated.
 
         An undefined name that may stay unresolved gives `NOTHING` instead.
         """
+        outside = self.namespace
         try:
-            hint = self._found()
+            if isinstance(self.what, str):
+                return parse(outside.find(self.what), outside)
+            # An alias is resolved in its own module, which may differ from the class's module. Its
+            # arguments are resolved in the class's module.
+            alias = typing.get_origin(self.what) or self.what
+            args = [Reference(arg, outside) for arg in typing.get_args(self.what)]
+            values = dict(zip(alias.__type_params__, args, strict=False))
+            inside = replace(outside, module=alias.__module__, names={}, values=values)
+            return parse(alias.__value__, inside)
         except NameError:
-            if not self.namespace.optional:
+            if not outside.optional:
                 raise
             return NOTHING
-        return hint if self.spec is None else _with_spec(hint, self.spec)
-
-    def _found(self) -> "Hint":
-        outside = self.namespace
-        if isinstance(self.what, str):
-            return parse(outside.find(self.what), outside)
-        # An alias is resolved in its own module, which may differ from the class's module. Its
-        # arguments are resolved in the class's module.
-        alias = typing.get_origin(self.what) or self.what
-        args = [parse(arg, outside) for arg in typing.get_args(self.what)]
-        values = dict(zip(alias.__type_params__, args, strict=False))
-        inside = Namespace(alias.__module__, values=values, optional=outside.optional)
-        return parse(alias.__value__, inside)
 
 
 # The maximum number of steps from one quoted name to the next. More steps mean that a name is
@@ -270,7 +268,7 @@ class Hint:
     element: "Hint | None" = None
     elements: "tuple[Hint, ...]" = ()
     below: "Hint | None" = None
-    generics: "tuple[tuple[type, tuple[Hint, ...]], ...]" = ()
+    generics: tuple[tuple[type, tuple[Reference, ...]], ...] = ()
     names: Names | None = None
     buffer: bool = False
     references: tuple[Reference, ...] = ()
@@ -382,16 +380,18 @@ def parse(hint: Any, namespace: Namespace) -> Hint:
         return _reference(text, text, namespace)
     if isinstance(hint, TypeVar):
         if hint in namespace.values:
-            return namespace.values[hint]
+            value, outside = namespace.values[hint]
+            return parse(value, replace(outside, spec=namespace.spec or outside.spec))
         # A variable without a value may be anything that its constraints or bound allow.
         bounds = hint.__constraints__ or (hint.__bound__,)
-        return merge(parse(bound, Namespace(hint.__module__)) for bound in bounds)
+        outside = Namespace(hint.__module__, spec=namespace.spec)
+        return merge(parse(bound, outside) for bound in bounds)
     # The class is compared by name, since it is new in Python 3.12, and typing_extensions has its
     # own class for older versions.
     if type(origin or hint).__name__ == "TypeAliasType":
         return _reference(str(hint), hint, namespace)
     if origin is typing.Annotated:
-        return annotated(parse(args[0], namespace), hint.__metadata__)
+        return _annotated(args[0], hint.__metadata__, namespace)
     if origin in (typing.Union, types.UnionType):
         # `Array | Iterable["ArrayTree"]`: the union allows any array, so an unresolved name in it
         # hides no axes.
@@ -403,7 +403,8 @@ def parse(hint: Any, namespace: Namespace) -> Hint:
     if isinstance(hint, typing.NewType):
         return parse(hint.__supertype__, namespace)
     if isinstance(hint, type) and issubclass(hint, jaxtyping.AbstractArray):
-        return Hint(text=hint_text(hint), forms=(array_form(hint.dim_str, hint.dtype),))
+        form = array_form(hint.dim_str, hint.dtype)._replace(spec=namespace.spec)
+        return Hint(text=hint_text(hint), forms=(form,))
     if isinstance(hint, type) and issubclass(hint, jaxtyping.PyTree):
         leaf = parse(getattr(hint, "leaftype", Any), namespace)
         return NOTHING if leaf is NOTHING else replace(leaf, below=leaf)
@@ -427,7 +428,7 @@ def _parametrized(hint: Any, origin: Any, args: tuple[Any, ...], namespace: Name
     parsed = Hint(text=str(hint))
     if origin.__module__ not in ("builtins", "collections", "collections.abc"):
         # Only a generic class's own annotations show where its arguments apply.
-        return replace(parsed, generics=((origin, inner),))
+        return replace(parsed, generics=((origin, tuple(Reference(a, namespace) for a in args)),))
     if origin is tuple and args[1:] != (...,):
         return replace(parsed, elements=inner)
     # The keys of a mapping are not leaves. The type of its values is the last argument.
@@ -435,46 +436,29 @@ def _parametrized(hint: Any, origin: Any, args: tuple[Any, ...], namespace: Name
     return replace(parsed, element=inner[values])
 
 
-def annotated(hint: Hint, marks: Iterable[Any]) -> Hint:
-    """Add the metadata of an `Annotated` to a hint: axes, names, a spec, or a buffer mark."""
-    # Specs come last, regardless of the written order, since `ft.Axes` replaces the forms to which
-    # a spec is added.
-    for mark in sorted(marks, key=lambda mark: isinstance(mark, PartitionSpec)):
+def _annotated(inner: Any, marks: Iterable[Any], namespace: Namespace) -> Hint:
+    """Return the hint of an `Annotated`, whose marks are axes, names, a spec, or a buffer mark."""
+    for mark in marks:
+        # A spec in an `Annotated` around this one wins.
+        if isinstance(mark, PartitionSpec) and namespace.spec is None:
+            namespace = replace(namespace, spec=mark)
+    hint = parse(inner, namespace)
+    leaf: Hint | None = None  # the hint of every array at any depth
+    for mark in marks:
         if isinstance(mark, Names):
             hint = replace(hint, names=mark)
         elif mark is BUFFER:
             hint = replace(hint, buffer=True)
         elif isinstance(mark, Axes):
-            leaf = Hint(text=f'"{mark}"', forms=(form_of_axes(mark),))
-            hint = replace(leaf, below=leaf, names=hint.names, buffer=hint.buffer)
-        elif isinstance(mark, PartitionSpec):
-            hint = _with_spec(hint, mark)
-    return hint
-
-
-def _with_spec(hint: Hint, spec: PartitionSpec) -> Hint:
-    """Add a spec to a hint, for all arrays that it annotates.
-
-    If the hint annotates no arrays, the spec applies to all arrays below the annotated value.
-    """
-    if not (hint.is_about_arrays or hint.references):
+            form = form_of_axes(mark)._replace(spec=namespace.spec)
+            leaf = Hint(text=f'"{mark}"', forms=(form,))
+    if leaf is None and namespace.spec and not (hint.is_about_arrays or hint.references):
         # `Annotated[eqx.nn.Linear, P("data")]`: arrays of any rank and dtype, at any depth.
-        form = array_form("...")._replace(spec=spec)
-        leaf = Hint(text=hint.text or f"Annotated[..., {spec}]", forms=(form,))
-        return replace(leaf, below=leaf, names=hint.names, buffer=hint.buffer)
-
-    def inside(inner: Hint) -> Hint:
-        return _with_spec(inner, spec)
-
-    return replace(
-        hint,
-        forms=tuple(form._replace(spec=spec) for form in hint.forms),
-        element=hint.element and inside(hint.element),
-        elements=tuple(map(inside, hint.elements)),
-        below=hint.below and inside(hint.below),
-        generics=tuple((cls, tuple(map(inside, args))) for cls, args in hint.generics),
-        references=tuple(reference._replace(spec=spec) for reference in hint.references),
-    )
+        form = array_form("...")._replace(spec=namespace.spec)
+        leaf = Hint(text=hint.text or f"Annotated[..., {namespace.spec}]", forms=(form,))
+    if leaf is None:
+        return hint
+    return replace(leaf, below=leaf, names=hint.names, buffer=hint.buffer)
 
 
 _FIELDS: WeakKeyDictionary[type, Mapping[str, Hint]] = WeakKeyDictionary()
@@ -489,11 +473,11 @@ def field_hints(cls: type, hint: Hint = NOTHING) -> Mapping[str, Hint]:
         hint: the annotation of an instance. It may give values to the type parameters of the class
             or of a base class: `Box[X]`.
     """
-    values: dict[type, dict[TypeVar, Hint]] = {}
+    values: dict[type, dict[TypeVar, Reference]] = {}
     # If the annotation cannot be resolved, the values are unknown, too. Each leaf that depends on
     # them then reports the annotation.
     if hint.references:
-        values[cls] = dict.fromkeys(_parameters(cls), hint)
+        values[cls] = dict.fromkeys(_parameters(cls), hint.references[0])
     for origin, args in hint.generics:
         values[origin] = dict(zip(_parameters(origin), args, strict=False))
     if any(values.values()):
@@ -504,7 +488,7 @@ def field_hints(cls: type, hint: Hint = NOTHING) -> Mapping[str, Hint]:
     return hints
 
 
-def _read(cls: type, values: dict[type, dict[TypeVar, Hint]]) -> Mapping[str, Hint]:
+def _read(cls: type, values: dict[type, dict[TypeVar, Reference]]) -> Mapping[str, Hint]:
     """Read the annotations of a class and its bases.
 
     Args:
@@ -522,10 +506,10 @@ def _read(cls: type, values: dict[type, dict[TypeVar, Hint]]) -> Mapping[str, Hi
             for parameter, argument in zip(
                 _parameters(origin), typing.get_args(base), strict=False
             ):
-                hint = parse(argument, namespace)
                 # The annotation may give values that the class leaves open.
-                if hint is not NOTHING:
-                    values.setdefault(origin, {})[parameter] = hint
+                if parse(argument, namespace) is not NOTHING:
+                    value = Reference(argument, namespace)
+                    values.setdefault(origin, {})[parameter] = value
     hints: dict[str, Hint] = {}
     # Base classes come first, so that a subclass's annotation of the same field wins. Each
     # annotation is read in the module of the class that contains it.
