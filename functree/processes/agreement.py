@@ -104,7 +104,7 @@ def wait_in_all(failure: str, is_done: Callable[[], bool]) -> None:
 
 def _raise_differences(place: Place, told: Sequence[Told], remedy: str) -> None:
     """Raise FunctreeError if facts differ between processes."""
-    reports = [message.report for message in told]
+    reports = [report for report, _ in told]
     problems: list[Problem] = []
     names: dict[str, None] = {}  # an ordered set
     for report in reports:
@@ -119,7 +119,7 @@ def _raise_differences(place: Place, told: Sequence[Told], remedy: str) -> None:
             text = _difference(lines, lines.index(usual), others)
             problems.append(Problem(None, None, name, text, remedy))
     if problems:
-        lines = [[message.line] for message in told]
+        lines = [[where.line] for _, where in told]
         others = [process for process, texts in enumerate(lines) if texts != lines[0]]
         if others:
             # Calls from different program lines are not a mistake by themselves. If facts differ

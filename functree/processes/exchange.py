@@ -60,6 +60,11 @@ class Place(NamedTuple):
     def __str__(self) -> str:
         return f"comparison {self.number} (`{self.name}`)"
 
+    @property
+    def at_line(self) -> str:
+        """The comparison, and the line of the user's program if there is one."""
+        return f"{self} at {self.line}" if self.line else str(self)
+
 
 _SPECIAL = re.compile(r"\.__\w+__$")
 _numbers = itertools.count(1)
@@ -69,20 +74,8 @@ Report = Mapping[str, Any]
 """The JSON that a process sends to the others. An error is `{"class": ..., "error": ...}`."""
 
 
-class Told(NamedTuple):
-    """A message from one process to the others.
-
-    Attributes:
-        report: the JSON that the process sends.
-        name: the function that compares.
-        number: how many comparisons the process has made.
-        line: the line of the user's program.
-    """
-
-    report: Report
-    name: str
-    number: int
-    line: str
+Told = tuple[Report, Place]
+"""A message from one process to the others: what it reports, and where."""
 
 
 def exchanged(place: Place, report: Report) -> list[Told] | None:
@@ -108,7 +101,7 @@ def exchanged(place: Place, report: Report) -> list[Told] | None:
     digests = _gathered(place, np.frombuffer(hashlib.sha256(compared.encode()).digest(), np.uint8))
     if (digests == digests[0]).all():
         return None
-    mine = np.frombuffer(json.dumps([report, *place[1:]]).encode(), np.uint8)
+    mine = np.frombuffer(json.dumps([report, place]).encode(), np.uint8)
     sizes = _gathered(place, np.array(mine.size, np.int32))
     # All processes must send arrays of the same size. Powers of two limit the number of sizes for
     # which JAX compiles.
@@ -116,7 +109,8 @@ def exchanged(place: Place, report: Report) -> list[Told] | None:
     padded[: mine.size] = mine
     told: list[Told] = []
     for row, size in zip(_gathered(place, padded), sizes, strict=True):
-        told.append(Told(*json.loads(row[:size].tobytes())))
+        reported, where = json.loads(row[:size].tobytes())
+        told.append((reported, Place(*where)))
     _raise_failures(place, told)
     _check_together(place, told)
     return told
@@ -124,10 +118,10 @@ def exchanged(place: Place, report: Report) -> list[Told] | None:
 
 def _raise_failures(place: Place, told: Sequence[Told]) -> None:
     """Raise FunctreeError if a process reports an error."""
-    failed = [process for process, message in enumerate(told) if "error" in message.report]
+    failed = [process for process, (report, _) in enumerate(told) if "error" in report]
     if failed:
         # The message shows the first of several errors, since they are usually the same.
-        report = told[failed[0]].report
+        report, _ = told[failed[0]]
         # An error whose class functree defines keeps that class, so that it is caught in all
         # processes or in none. Constructors of other classes may take different arguments.
         kind: type[FunctreeError] = getattr(errors, report["class"], FunctreeError)
@@ -138,12 +132,11 @@ def _raise_failures(place: Place, told: Sequence[Told]) -> None:
 
 def _check_together(place: Place, told: Sequence[Told]) -> None:
     """Raise FunctreeError if the processes are at different comparisons."""
-    if len({(message.name, message.number) for message in told}) == 1:
+    if len({(where.name, where.number) for _, where in told}) == 1:
         return
     problems: list[Problem] = []
-    for process, message in enumerate(told):
-        where = f" at {message.line}" if message.line else ""
-        why = f"is at comparison {message.number}, `{message.name}`{where}"
+    for process, (_, where) in enumerate(told):
+        why = f"is at {where.at_line}"
         problems.append(Problem(None, None, f"process {process}", why, _TOGETHER))
     headline = f"{place.failure}: the {len(told)} processes made different calls"
     raise known_to_all(FunctreeError(headline, problems))
@@ -178,7 +171,7 @@ def texts_of_all(text: str) -> list[str]:
     told = exchanged(place, {"text": text})
     if told is None:
         return [text] * jax.process_count()
-    return [message.report["text"] for message in told]
+    return [report["text"] for report, _ in told]
 
 
 def text_of_first(text: str) -> str:
@@ -201,28 +194,23 @@ def _check_devices(place: Place) -> None:
     """
     counts = Counter(device.process_index for device in jax.devices())
     numbers = [counts[process] for process in range(jax.process_count())]
-    usual = max(numbers, key=numbers.count)
-    problems: list[Problem] = []
-    for process, number in enumerate(numbers):
-        if number != usual:
-            why = (
-                f"has {number} of the {len(jax.devices())} devices, but process "
-                f"{numbers.index(usual)} has {usual}"
-            )
-            problems.append(Problem(None, None, f"process {process}", why, _DEVICES))
-    if problems:
-        headline = f"{place.failure}: the {len(numbers)} processes have unequal numbers of devices"
-        raise known_to_all(FunctreeError(headline, problems))
-
-
-_DEVICES = "give all processes the same number of devices"
+    if len(set(numbers)) > 1:
+        text = (
+            f"{place.failure}: the processes have different numbers of devices, "
+            f"{listed(list(map(str, numbers)))}: give all processes the same number of devices"
+        )
+        raise known_to_all(FunctreeError(text))
 
 
 def _gathered(place: Place, value: np.ndarray) -> np.ndarray:
     """Gather the values of all processes along a new leading dimension."""
     # A process that does not arrive may just be late, which is not an error. The others therefore
     # log where they wait.
-    warning = threading.Timer(LONG, _LOG.warning, [_waiting_text(place)])
+    text = (
+        f"process {jax.process_index()} of {jax.process_count()} has waited {LONG:g} s for the "
+        f"others in {place.at_line}: check that all processes reach this call"
+    )
+    warning = threading.Timer(LONG, _LOG.warning, [text])
     warning.daemon = True  # so that an ending process does not wait for it
     warning.start()
     try:
@@ -243,14 +231,3 @@ LONG = 60.0
 """The seconds after which a process that waits for the others logs where it waits."""
 
 _LOG = logging.getLogger("functree")
-
-
-def _waiting_text(place: Place) -> str:
-    who = f"process {jax.process_index()} of {jax.process_count()}"
-    where = ""
-    if place.line:
-        where = f" at {place.line}"
-    return (
-        f"{who} has waited {LONG:g} s for the others in {place}{where}: "
-        "check that all processes reach this call"
-    )

@@ -1,7 +1,6 @@
 """`preempted` returns True in all processes at the same step, a few steps after a SIGTERM."""
 
 import signal
-import threading
 from types import FrameType
 from typing import Any
 
@@ -9,7 +8,6 @@ import jax
 from jax.experimental import multihost_utils
 
 from functree.argument_checks import EXTENT, check
-from functree.errors import FunctreeError
 
 
 def preempted(step: int) -> bool:
@@ -27,7 +25,7 @@ def preempted(step: int) -> bool:
 
     Raises:
         FunctreeError: if `step` is not a non-negative integer.
-        FunctreeError: if the first call of a single process is not in its main thread.
+        ValueError: if the first call of a single process is not in its main thread.
 
     Examples:
         >>> for step in range(3):
@@ -56,22 +54,14 @@ class _Termination:
     def listen(self) -> None:
         if self._listens:
             return
-        # Python lets only the main thread set a handler.
-        if threading.current_thread() is not threading.main_thread():
-            raise FunctreeError(
-                "`ft.preempted` can listen for SIGTERM only in the main thread: make the first "
-                "call in that thread"
-            )
+        # Python raises a ValueError in any other thread than the main thread.
         self._before = signal.signal(signal.SIGTERM, self._note)
         self._listens = True
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.came = True
         # A second SIGTERM must end a process that hangs before its next step.
-        if self._before is None:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        else:
-            signal.signal(signal.SIGTERM, self._before)
+        signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
         # Call the handler of another library too, such as one that saves logs.
         if callable(self._before):
             self._before(number, frame)

@@ -386,8 +386,8 @@ def other_mesh_of_a_step() -> Any:
 
 @differing(
     "check_processes: the {count} processes made different calls",
-    *("process 0", "is at comparison ", "`ft.check_processes` at ", "process_cases.py:"),
-    *("process {odd}", "is at comparison ", "`ft.shard` at ", "process_cases.py:"),
+    *("process 0", "is at comparison ", "(`ft.check_processes`) at ", "process_cases.py:"),
+    *("process {odd}", "is at comparison ", "(`ft.shard`) at ", "process_cases.py:"),
     "Try: make the same calls in the same order in all processes: one process made a call",
 )
 def one_call_apart() -> Any:
