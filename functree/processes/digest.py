@@ -10,7 +10,6 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,21 +30,11 @@ _PRIME = 2**32 - 5
 Bounds = tuple[tuple[int, int], ...]
 """The start and stop of a shard in each dimension of the array."""
 
+Part = tuple[Bounds, jax.Array]
+"""The bounds of a shard, and its digest: one uint32 on the shard's device.
 
-class Part(NamedTuple):
-    """The digest of one shard of an array. The array's digest is the sum over its distinct shards.
-
-    Attributes:
-        bounds: the bounds of the shard. Copies of a shard have the same bounds.
-        number: a uint32 array with one element, on the shard's device.
-    """
-
-    bounds: Bounds
-    number: jax.Array
-
-    def read(self) -> int:
-        """Wait for the device, and return the digest."""
-        return int(np.asarray(self.number).reshape(()))
+Copies of a shard have the same bounds. An array's digest is the sum over its distinct shards.
+"""
 
 
 def digest_parts(array: jax.Array | np.ndarray | np.generic) -> list[Part]:
@@ -60,18 +49,13 @@ def digest_parts(array: jax.Array | np.ndarray | np.generic) -> list[Part]:
     with jax.set_mesh(_NO_MESH):
         if isinstance(array, jax.Array):
             return _parts_of_jax(array)
-        return [_whole_of_numpy(np.asarray(array))]
+        array = np.asarray(array)
+        begins = np.zeros(array.ndim, np.uint32)
+        bounds = _bounds((slice(None),) * array.ndim, array.shape)
+        return [(bounds, _digest(_words_of_numpy(array), begins, strides(array.shape)))]
 
 
 _NO_MESH = Mesh(np.empty((), object), ())
-
-
-def _whole_of_numpy(array: np.ndarray) -> Part:
-    # 8-byte elements become 32-bit words here, since JAX truncates them without `jax_enable_x64`.
-    words = _words_of_numpy(array)
-    begins = np.zeros(array.ndim, np.uint32)
-    bounds = _bounds((slice(None),) * array.ndim, array.shape)
-    return Part(bounds, _digest(words, begins, strides(array.shape)))
 
 
 def _parts_of_jax(array: jax.Array) -> list[Part]:
@@ -85,7 +69,7 @@ def _parts_of_jax(array: jax.Array) -> list[Part]:
     for shard in array.addressable_shards:
         bounds = _bounds(shard.index, array.shape)
         begins = np.array([begin for begin, _ in bounds], np.uint32)
-        parts.append(Part(bounds, _digest_of_part(shard.data, begins, steps)))
+        parts.append((bounds, _digest_of_part(shard.data, begins, steps)))
     return parts
 
 
@@ -96,7 +80,7 @@ def _parts_on_mesh(array: jax.Array, sharding: NamedSharding, steps: tuple[int, 
     by_device = {number.device: number.data for number in numbers}
     parts: list[Part] = []
     for shard in array.addressable_shards:
-        parts.append(Part(_bounds(shard.index, array.shape), by_device[shard.device]))
+        parts.append((_bounds(shard.index, array.shape), by_device[shard.device]))
     return parts
 
 
@@ -107,7 +91,7 @@ def _bounds(index: Sequence[slice], shape: Sequence[int]) -> Bounds:
 def digest(array: jax.Array | np.ndarray | np.generic) -> int:
     """Compute the digest of an array whose shards are all in this process."""
     # The digests are keyed by bounds, so that copies of a shard are counted once.
-    return digest_of({part.bounds: part.read() for part in digest_parts(array)})
+    return digest_of({bounds: number.item() for bounds, number in digest_parts(array)})
 
 
 def digest_of(parts: Mapping[Bounds, int]) -> int:
@@ -182,14 +166,14 @@ def _words(array: jax.Array) -> list[jax.Array]:
 
 
 def _words_of_numpy(array: np.ndarray) -> list[np.ndarray]:
-    """Return the bits of each element like `_words`, computed on the host."""
-    # `ascontiguousarray` adds a dimension to a scalar.
-    array = np.ascontiguousarray(array).reshape(array.shape)
-    if array.dtype.kind == "c":
-        return _words_of_numpy(np.real(array)) + _words_of_numpy(np.imag(array))
-    if array.dtype.itemsize == 8:
-        halves = array[..., None].view(np.uint32)
-        return [halves[..., 0], halves[..., 1]]
+    """Return the bits of each element like `_words`, computed on the host.
+
+    JAX would truncate elements of 8 bytes without `jax_enable_x64`.
+    """
+    if array.dtype.itemsize >= 8:
+        # `ascontiguousarray` adds a dimension to a scalar.
+        words = np.ascontiguousarray(array).reshape(*array.shape, 1).view(np.uint32)
+        return list(np.moveaxis(words, -1, 0))
     # JAX extracts the bits, since NumPy stores elements smaller than a byte in one byte each, with
     # arbitrary upper bits.
     return list(map(np.asarray, _words(jnp.asarray(array))))
@@ -243,7 +227,7 @@ def digests_of(
         started = {name: digest_parts(array) for name, array in arrays.items()}
         read: dict[str, list[tuple[Bounds, int]]] = {}
         for name, parts in started.items():
-            read[name] = [(part.bounds, part.read()) for part in parts]
+            read[name] = [(bounds, number.item()) for bounds, number in parts]
     merged, problems = compared(read, remedy)
     return {name: f"{digest_of(parts):08x}" for name, parts in merged.items()}, problems
 
