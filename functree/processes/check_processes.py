@@ -10,7 +10,6 @@ from collections.abc import Hashable, Iterator, Mapping, Set
 from enum import Enum
 from functools import partial
 from importlib.metadata import version
-from types import MethodType
 from typing import Any
 
 import jax
@@ -157,6 +156,7 @@ def _line(path: Keys, value: Any, skip: bool) -> str:
         if not skip:
             raise FunctreeTypeError(f"{where or 'the value'}: {error}") from None
         text = value_text(type(value))
+    text = text.replace("\n", "\\n")
     return f"{where}: {text}" if where else text
 
 
@@ -181,9 +181,8 @@ def _key_text(key: object) -> str:
 # Values whose `repr` is the same in all processes.
 _PLAIN = (
     *(int, float, complex, str, bytes, type(None), type(Ellipsis), range, slice, re.Pattern),
-    *(np.dtype, PartitionSpec, Enum, Filter, Layout),
+    *(np.dtype, PartitionSpec, Sharding, jax.Device, Enum, Filter, Layout),
 )
-_MOST_CHARACTERS = 2000
 
 
 def value_text(value: Any) -> str:
@@ -200,29 +199,18 @@ def value_text(value: Any) -> str:
         >>> value_text({"b": frozenset({"y", "x"}), "a": (1, 2.0)})
         "{'a': (1, 2.0), 'b': frozenset{'x', 'y'}}"
     """
-    text = _text(value).replace("\n", "\\n")
-    if len(text) <= _MOST_CHARACTERS:
-        return text
-    return f"{text[:_MOST_CHARACTERS]}... with the checksum {zlib.crc32(text.encode()):08x}"
-
-
-def _text(value: Any) -> str:
     if is_array(value):
         return _array_text(value)
-    if isinstance(value, jax.Device | Sharding):
-        return str(value)
     if isinstance(value, Mesh | AbstractMesh):
         return ", ".join(_mesh_lines(value))
     kind = "" if type(value) in (dict, list, tuple) else _name(type(value))
     match value:
-        case MethodType():
-            return f"{_name(value)} of {_text(value.__self__)}"
         case partial():
             return f"partial({_texts((value.func, value.args, value.keywords))})"
         case Set():
-            return f"{kind}{{{', '.join(sorted(map(_text, value)))}}}"
+            return f"{kind}{{{', '.join(sorted(map(value_text, value)))}}}"
         case Mapping():
-            items = sorted(f"{_text(key)}: {_text(one)}" for key, one in value.items())
+            items = sorted(f"{value_text(key)}: {value_text(one)}" for key, one in value.items())
             return f"{kind}{{{', '.join(items)}}}"
         case list():
             return f"{kind}[{_texts(value)}]"
@@ -240,7 +228,7 @@ def _text(value: Any) -> str:
         return _name(value)
     if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
-        fields = [f"{name}={_text(getattr(value, name))}" for name in names]
+        fields = [f"{name}={value_text(getattr(value, name))}" for name in names]
         return f"{kind}({', '.join(fields)})"
     raise FunctreeTypeError(
         f"{kind} objects cannot be compared between processes: pass their contents as numbers, "
@@ -249,7 +237,7 @@ def _text(value: Any) -> str:
 
 
 def _texts(values: Any) -> str:
-    return ", ".join(map(_text, values))
+    return ", ".join(map(value_text, values))
 
 
 def _name(value: Any) -> str:

@@ -79,7 +79,7 @@ def test_equal_values_have_equal_texts(name: str) -> None:
     one, other = EQUAL[name]
     assert value_text(one) == value_text(other)
     assert facts_of({"value": one}) == facts_of({"value": other})
-    assert not re.search(r" at 0x|\n", value_text(one))
+    assert not re.search(r" at 0x|\n", "".join(facts_of(one)))
 
 
 @pytest.mark.parametrize("name", UNEQUAL)
@@ -87,7 +87,6 @@ def test_other_values_have_other_texts(name: str) -> None:
     one, other = UNEQUAL[name]
     assert value_text(one) != value_text(other)
     assert facts_of({"value": one}) != facts_of({"value": other})
-    assert len(value_text(one)) < 3000
 
 
 def test_trees_have_a_line_for_each_leaf() -> None:
