@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Self
 
 import jax
@@ -104,13 +104,12 @@ def wait_in_all(failure: str, is_done: Callable[[], bool]) -> None:
 
 def _raise_differences(place: Place, told: Sequence[Told], remedy: str) -> None:
     """Raise FunctreeError if facts differ between processes."""
-    reports = [report for report, _ in told]
+    # Calls from different program lines are not a mistake by themselves. If facts differ too, one
+    # process probably skipped a call.
+    facts = [{**report["facts"], "line": [where.line]} for report, where in told]
     problems: list[Problem] = []
-    names: dict[str, None] = {}  # an ordered set
-    for report in reports:
-        names.update(dict.fromkeys(report["facts"]))
-    for name in names:
-        lines = [report["facts"].get(name, ["(nothing)"]) for report in reports]
+    for name in dict.fromkeys(chain.from_iterable(facts)):
+        lines = [one.get(name, ["(nothing)"]) for one in facts]
         # The most common lines are assumed to be correct. If several are equally common, the lines
         # of the first such process are.
         usual = max(lines, key=lines.count)
@@ -118,15 +117,8 @@ def _raise_differences(place: Place, told: Sequence[Told], remedy: str) -> None:
         if others:
             text = _difference(lines, lines.index(usual), others)
             problems.append(Problem(None, None, name, text, remedy))
-    if problems:
-        lines = [[where.line] for _, where in told]
-        others = [process for process, texts in enumerate(lines) if texts != lines[0]]
-        if others:
-            # Calls from different program lines are not a mistake by themselves. If facts differ
-            # too, one process probably skipped a call.
-            text = _difference(lines, 0, others)
-            problems.append(Problem(None, None, "line", text, remedy))
-        headline = f"{place.failure}: the {len(reports)} processes differ in {place}"
+    if any(problem.what != "line" for problem in problems):
+        headline = f"{place.failure}: the {len(told)} processes differ in {place}"
         raise known_to_all(FunctreeError(headline, problems))
 
 

@@ -138,7 +138,7 @@ def _mesh_lines(mesh: MeshLike) -> list[str]:
 
 
 def _tree_lines(tree: Tree, skip: bool) -> Iterator[str]:
-    for path, node, kind in walk(tree, lambda path, node: _has_no_order(node)):
+    for path, node, kind in walk(tree):
         if kind in LEAVES:
             yield _line(path, node, skip)
             continue
@@ -149,7 +149,7 @@ def _tree_lines(tree: Tree, skip: bool) -> Iterator[str]:
 
 
 def _line(path: Keys, value: Any, skip: bool) -> str:
-    where = ".".join(map(_key_text, path))
+    where = str(Path(path))
     try:
         text = value_text(value)
     except FunctreeTypeError as error:
@@ -158,24 +158,6 @@ def _line(path: Keys, value: Any, skip: bool) -> str:
         text = value_text(type(value))
     text = text.replace("\n", "\\n")
     return f"{where}: {text}" if where else text
-
-
-def _has_no_order(node: Tree) -> bool:
-    """Return whether a node is a dict that JAX cannot sort, or whose order differs by process.
-
-    Such a dict, for example one with frozensets as keys, is compared as a value instead of as a
-    tree.
-    """
-    if not isinstance(node, dict):
-        return False
-    kinds = set(map(type, node))
-    return len(kinds) > 1 or not kinds <= {str, int}
-
-
-def _key_text(key: object) -> str:
-    if isinstance(key, str | int):
-        return str(Path((key,)))
-    return f"[{value_text(key)}]"  # for example, a key of a custom node
 
 
 # Values whose `repr` is the same in all processes.

@@ -47,7 +47,6 @@ EQUAL: dict[str, tuple[Any, Any]] = {
     "sets": (ONE, OTHER),
     "sets in dataclasses": (Frozen(frozenset(ONE)), Frozen(frozenset(OTHER))),
     "sets in partials": (functools.partial(max, ONE), functools.partial(max, OTHER)),
-    "keys without an order": ({1: 1, "a": 2}, {"a": 2, 1: 1}),
     "keys in another order": ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
     "mappings": (MappingProxyType({"a": ONE}), MappingProxyType({"a": OTHER})),
     "functions": (lambda: 1, lambda: 1),
@@ -90,10 +89,10 @@ def test_other_values_have_other_texts(name: str) -> None:
 
 
 def test_trees_have_a_line_for_each_leaf() -> None:
-    tree = {"b": [1, None, "x\ny"], "a": {frozenset("x"): 1}}
+    tree = {"b": [1, None, "x\ny"], "a": frozenset("x")}
     assert facts_of(tree) == [
         "dict",
-        "a: {frozenset{'x'}: 1}",
+        "a: frozenset{'x'}",
         "b: list",
         "b.0: 1",
         "b.1: None",
