@@ -113,6 +113,7 @@ Copies = Callable[[], Sequence[Any]]
 """A function that copies the arguments of a call to their devices."""
 
 
+@dataclass(frozen=True, eq=False)
 class Both:
     """A function on one device and on a mesh.
 
@@ -123,17 +124,10 @@ class Both:
         on_mesh: a function that copies the arguments to the mesh, sharded.
     """
 
-    def __init__(
-        self,
-        unsharded: Function[..., Any],
-        on_device: Copies,
-        sharded: Function[..., Any],
-        on_mesh: Copies,
-    ):
-        self.unsharded: Function[..., Any] = unsharded
-        self.on_device: Copies = on_device
-        self.sharded: Function[..., Any] = sharded
-        self.on_mesh: Copies = on_mesh
+    unsharded: Function[..., Any]
+    on_device: Copies
+    sharded: Function[..., Any]
+    on_mesh: Copies
 
     @classmethod
     def of(

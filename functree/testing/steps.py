@@ -88,11 +88,6 @@ class Step:
     run: Callable[..., Sequence[Any]]
 
     @property
-    def outside(self) -> bool:
-        """Whether it runs code that is not in the program: Python, or a kernel."""
-        return self.acts or "call" in self.name
-
-    @property
     def places(self) -> bool:
         """Whether it only places an array."""
         return self.name in _PLACING

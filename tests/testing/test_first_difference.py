@@ -16,7 +16,7 @@ from jax import lax
 import functree as ft
 from functree.testing import Operation, assert_same_as_unsharded, first_nonfinite
 from functree.testing.checksums import checksum
-from functree.testing.evidence import Checksums, Watched
+from functree.testing.evidence import Watched
 from functree.testing.first_difference import first_difference
 from functree.testing.operation import source_text
 from functree.testing.programs import Both, Program
@@ -214,23 +214,6 @@ def test_tolerances_that_rounding_exceeds_are_told() -> None:
     with pytest.raises(AssertionError) as caught:
         assert_same_as_unsharded(sums, (x,), (P("data", "model"),), MESH, 0.0, 0.0)
     assert "no operation differs by more than rounding. If sums" in str(caught.value)
-
-
-def test_the_compiler_is_told() -> None:
-    def fn(x: Any) -> Any:
-        y = jnp.sin(x)
-        return y * 2  # by the compiler
-
-    one, many = Both.of(fn, (X,), (P("data"),), MESH).programs()
-    pairs = Pairs.of(one.body, many.body)
-    sums = Watched(pairs, one, many).checksums(one, many)
-    assert Search(sums).first(Scope(pairs)) is None
-    wrong = {site: sum_ * (1 if site == (0, 0) else 2) for site, sum_ in sums.right.items()}
-    finding = Search(Checksums(sums.tiles, sums.left, [], wrong)).first(Scope(pairs))
-    assert finding is not None and finding.step.name == "mul"
-    assert finding.note == (
-        "both programs have this operation with the same inputs, so the XLA compiler causes the difference"
-    )
 
 
 def test_a_shard_map_of_functree_itself_is_compared_on_one_device() -> None:
