@@ -21,12 +21,11 @@ from functree.layout.layout import LayoutTree
 from functree.testing.checksums import numbers, wide
 from functree.testing.evidence import Checksums, Values, Watched
 from functree.testing.intermediates import KEPT_ITERATIONS, Site, slots
-from functree.testing.operation import Operation, described, source_text
+from functree.testing.operation import Operation, described
 from functree.testing.programs import Both, Program
 from functree.testing.relations import Compared, assignments, on_devices
 from functree.testing.scopes import Pairs, Scope
 from functree.testing.search import Finding, Search
-from functree.testing.steps import Step
 from functree.tree.arrays import AnyArray, Tree
 
 
@@ -227,17 +226,7 @@ def _only_one_has(finding: Finding, many: Program) -> Operation:
     if finding.only == "device":
         body, place, where = scope.pairs.left, scope.left, "on one device"
     what = f"only the program {where} has this operation"
-    if finding.before is not None:
-        what += f", and the last common operation before it is {_named(scope.step(finding.before))}"
-    if finding.other is not None:
-        other = _named(scope.pairs.left.steps[finding.other])
-        what += f"; the program on one device instead has {other}"
     return replace(described(step, finding.result, body, place, many.paths), what=what)
-
-
-def _named(step: Step) -> str:
-    source, line = source_text(step.source)
-    return f"`{step.name}` at {source}, in `{line}`" if line else f"`{step.name}`"
 
 
 def _operation(

@@ -27,10 +27,6 @@ class Finding:
         relation: the relation between the parts on devices and the value on one device.
         note: the reason, in words; empty if it is unknown.
         only: `"mesh"` or `"device"` if only one of the programs has the operation.
-        before: if `only` is set, the index on the mesh of the last common step before the
-            operation.
-        other: if `only` is `"mesh"`, the index of the first step that only the program on one
-            device has.
     """
 
     scope: Scope
@@ -39,8 +35,6 @@ class Finding:
     relation: Relation
     note: str = ""
     only: str = ""
-    before: int | None = None
-    other: int | None = None
 
     @property
     def step(self) -> Step:
@@ -205,12 +199,9 @@ class Search:
         if index not in scope.pairs.left_of:
             unpaired = {*unpaired, index}
         if not unpaired and only_left is not None:
-            before = max((j for i, j in scope.pairs.steps if i < only_left), default=None)
-            return Finding(scope, only_left, 0, UNKNOWN, only="device", before=before)
+            return Finding(scope, only_left, 0, UNKNOWN, only="device")
         first = min(unpaired)
-        before = max((j for _, j in scope.pairs.steps if j < first), default=None)
-        result = result if first == index else 0
-        return Finding(scope, first, result, UNKNOWN, only="mesh", before=before, other=only_left)
+        return Finding(scope, first, result if first == index else 0, UNKNOWN, only="mesh")
 
     def _note(self, scope: Scope, j: int, relation: Relation) -> str:
         """Explain a difference, or return an empty string."""
