@@ -49,7 +49,8 @@ def assert_same_as_unsharded(
     Args:
         fn: the function. A function from `ft.jit` or `ft.shard_map` runs unchanged. Any other
             function is jitted, and if `layouts` is a single layout, that layout also sets the
-            ambient rules. A shard_map in the function must not set `mesh=`.
+            ambient rules. A shard_map in the function must not set `mesh=`: JAX would refuse to run
+            it on the one device.
         args: the arguments of `fn`, as a tuple or a list. They are copied, so `fn` may donate them.
         layouts: the layouts of the arguments, like `in_shardings` of `ft.jit`.
         mesh: the mesh.
@@ -62,7 +63,6 @@ def assert_same_as_unsharded(
         AssertionError: if the layouts shard nothing, so there is nothing to compare.
         ShardingError: if a layout does not fit.
         ShardingError: if `mesh` is not a `Mesh` with devices.
-        ShardingError: if a shard_map has its own mesh.
         FunctreeError: if another argument is invalid.
 
     Examples:

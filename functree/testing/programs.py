@@ -8,16 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn
 from jax.sharding import Mesh
 
 from functree.calls.function import Function
 from functree.calls.parameter_layouts import ParameterLayouts
 from functree.calls.program import around
 from functree.calls.signature import Signature
-from functree.compiled.sources import is_layer, is_model_file, is_own_file
+from functree.compiled.sources import is_layer
 from functree.devices.meshes import agreed_mesh
-from functree.errors import ShardingError
 from functree.layout.layout import Layout, LayoutTree, own_meshes
 from functree.layout.plan.make_plan import plan_leaves
 from functree.layout.plan.plan import Plan
@@ -138,7 +136,6 @@ class Both:
         Raises:
             AssertionError: if the layouts shard nothing.
             ShardingError: if a layout does not fit.
-            ShardingError: if a shard_map has its own mesh.
         """
         # A single layout applies to all arguments, and therefore to activations.
         rules = layouts if isinstance(layouts, Layout) else None
@@ -174,34 +171,12 @@ def _has_shard_map(program: AnyJaxpr) -> bool:
     """Return whether a function has a shard_map outside functree's layers.
 
     functree's layers work without their shard_map if there is no mesh.
-
-    Raises:
-        ShardingError: if the user's code gives a shard_map its own mesh.
     """
-    found = False
     for eqn in all_equations(program):
-        if eqn.primitive.name != "shard_map":
-            continue
-        source = line_of(eqn)
-        found = found or source is None or not is_layer(source.file)
-        # functree's `shard_map` always gives JAX a mesh.
-        if isinstance(eqn.params["mesh"], Mesh) and not _is_by_functree(eqn):
-            raise ShardingError(
-                "assert_same_as_unsharded also runs the function on a mesh of one device, but the "
-                f"shard_map at {source} has its own mesh: remove `mesh=`, so that it uses the "
-                "ambient mesh"
-            )
-    return found
-
-
-def _is_by_functree(eqn: JaxprEqn) -> bool:
-    """Return whether functree called the JAX function that made an equation."""
-    traceback = eqn.source_info.traceback
-    if traceback is None:
-        return False
-    for frame in traceback.frames:
-        if is_own_file(frame.file_name) or is_model_file(frame.file_name):
-            return is_own_file(frame.file_name)
+        if eqn.primitive.name == "shard_map":
+            source = line_of(eqn)
+            if source is None or not is_layer(source.file):
+                return True
     return False
 
 

@@ -228,17 +228,9 @@ def test_a_shard_map_of_functree_itself_is_compared_on_one_device() -> None:
 def test_a_mesh_that_one_device_cannot_be_is_refused() -> None:
     spec = P("data")
 
-    def by_jax(x: Any) -> Any:
-        return jax.shard_map(jnp.sin, mesh=MESH, in_specs=spec, out_specs=spec)(x)  # its own mesh
-
     def by_functree(x: Any) -> Any:
         return ft.shard_map(jnp.sin, mesh=MESH, in_specs=spec, out_specs=spec)(x)
 
-    by_jax_at = (
-        f"the shard_map at {__file__}:{line('its own mesh').rpartition(':')[2]} has its own mesh"
-    )
-    with raises(by_jax_at, "remove `mesh=`", error=ft.ShardingError):
-        assert_same_as_unsharded(by_jax, (X,), (spec,), MESH)
     with raises(
         "sin: its mesh is (data=2, model=4), but it is called under the mesh (data=1, model=1)",
         "leave `mesh=` out",
