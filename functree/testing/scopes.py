@@ -3,7 +3,7 @@
 A `Place` finds the records of a body's values.
 """
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from functools import cached_property
@@ -105,8 +105,11 @@ class Pairs:
         """Pair the steps of two bodies, except steps that only place arrays."""
         first, second = _keys(left), _keys(right)
         one, other = list(first), list(second)
-        common = _common(list(first.values()), list(second.values()))
-        return cls(left, right, tuple((one[a], other[b]) for a, b in common))
+        matcher = SequenceMatcher(None, list(first.values()), list(second.values()), autojunk=False)
+        steps: list[tuple[int, int]] = []
+        for a, b, size in matcher.get_matching_blocks():
+            steps += zip(one[a : a + size], other[b : b + size], strict=True)
+        return cls(left, right, tuple(steps))
 
     @cached_property
     def inner(self) -> dict[tuple[int, int], tuple["Pairs", ...]]:
@@ -153,22 +156,6 @@ def _keys(body: Body) -> dict[int, Hashable]:
             ]
             keys[index] = step.name, step.source, tuple(kinds)
     return keys
-
-
-def _common(one: Sequence[Hashable], other: Sequence[Hashable]) -> list[tuple[int, int]]:
-    """Return the positions of a long common subsequence, which need not be the longest."""
-    # Most bodies are equal, and a common beginning or end needs no search.
-    most = min(len(one), len(other))
-    start = next((i for i in range(most) if one[i] != other[i]), most)
-    rest = most - start
-    end = next((i for i in range(rest) if one[-1 - i] != other[-1 - i]), rest)
-    pairs = list(zip(range(start), range(start), strict=True))
-    middle, beside = one[start : len(one) - end], other[start : len(other) - end]
-    for a, b, size in SequenceMatcher(None, middle, beside, autojunk=False).get_matching_blocks():
-        a, b = a + start, b + start
-        pairs += zip(range(a, a + size), range(b, b + size), strict=True)
-    ends = range(len(one) - end, len(one)), range(len(other) - end, len(other))
-    return [*pairs, *zip(*ends, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
