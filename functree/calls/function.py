@@ -102,8 +102,8 @@ class Function(Generic[_P, _T]):
         """Trace a call without running it; arguments may be arrays or `jax.ShapeDtypeStruct`s."""
         with jax.disable_jit(False):  # `jax.disable_jit()` affects only calls
             program, flat = self._prepare(args, kwargs)
-            names, arrays = frozenset(kwargs), flat.abstract()
-            call = StagedCall(program, self._signature, self._find, names, arrays, self._log)
+            number, arrays = len(self._partial.args) + len(args), flat.abstract()
+            call = StagedCall(program, self._signature, self._find, number, arrays, self._log)
             return Traced(program.trace(flat.arrays), call)
 
     def lower(self, /, *args: _P.args, **kwargs: _P.kwargs) -> Lowered:

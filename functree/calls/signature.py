@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, Self
@@ -34,7 +34,7 @@ Kwargs = Mapping[str, Tree]
 
 @register_static
 class NotGiven:
-    """The value of a parameter that a call omits. It is a tree without leaves."""
+    """The value of a parameter without an argument. It is a tree without leaves."""
 
 
 NOT_GIVEN = NotGiven()
@@ -123,30 +123,32 @@ class Signature:
         # The name of a method includes its class (`Model.step`). The name of a nested function does
         # not include the outer function.
         self.name: str = getattr(fun, "__qualname__", type(fun).__name__).rpartition("<locals>.")[2]
-        signature = inspected(fun)
-        if _passes_on(fun):
-            signature = _with_defaults_left(signature)
-        self._signature: inspect.Signature = signature
+        self._signature: inspect.Signature = inspected(fun)
         self.positional: tuple[str, ...] = ()
         self.by_name: str | None = None
         self.many: str | None = None
-        parameters = list(signature.parameters.values())
+        parameters = list(self._signature.parameters.values())
         number, names = bound
-        taken = {*list(signature.parameters)[:number], *names}
+        taken = {*list(self._signature.parameters)[:number], *names}
+        omitted: list[Tree] = []
         for parameter in parameters:
             if parameter.kind is parameter.VAR_KEYWORD:
                 self.by_name = parameter.name
-            if parameter.kind is parameter.VAR_POSITIONAL:
+                omitted.append({})
+            elif parameter.kind is parameter.VAR_POSITIONAL:
                 self.many = parameter.name
+                omitted.append(())
+            else:
+                omitted.append(NOT_GIVEN)
             by_position = parameter.kind in (*_BY_POSITION, parameter.VAR_POSITIONAL)
             if by_position and parameter.name not in taken:
                 self.positional += (parameter.name,)
         self._simple: bool = all(p.kind in _BY_POSITION for p in parameters)
-        self._defaults: Args = tuple(p.default for p in parameters)
+        self._omitted: Args = tuple(omitted)  # the call without arguments
         # Forward references in annotations are looked up in the function's module. A function has
         # no module if `exec` defined it in a namespace without `__name__`.
         self._module: str = getattr(fun, "__module__", None) or __name__
-        self._returned: object = _resolved(fun, signature.return_annotation)
+        self._returned: object = _resolved(fun, self._signature.return_annotation)
         self.call: type[Record] = _record(
             self._module, {p.name: _annotation(fun, p) for p in parameters}
         )
@@ -170,30 +172,28 @@ class Signature:
         return _record(self._module, {RESULT: self._returned})
 
     def bind(self, args: Args, kwargs: Kwargs) -> Record:
-        """Bind arguments and defaults to the parameters.
+        """Bind arguments to the parameters.
+
+        Defaults are left to the function, as in `jax.jit`. A wrapper such as `jax.vmap(f)` would
+        map over the defaults of `f`, and may supply an argument that `f` requires.
 
         Args:
             args: the positional arguments, which begin with the bound arguments.
             kwargs: the keyword arguments.
 
         Raises:
-            FunctreeError: if the arguments do not fit the signature.
+            FunctreeError: if the function has no parameter for an argument.
         """
         # `inspect` is slow, so a call without keyword arguments is bound without it if all
         # parameters are positional.
-        if self._simple and not kwargs:
-            missing = self._defaults[len(args) :]
-            if len(args) + len(missing) == len(self._defaults) and not any(
-                x is _EMPTY for x in missing
-            ):
-                return tuple.__new__(self.call, (*args, *missing))
+        if self._simple and not kwargs and len(args) <= len(self._omitted):
+            return tuple.__new__(self.call, (*args, *self._omitted[len(args) :]))
         try:
-            bound = self._signature.bind(*args, **kwargs)
+            bound = self._signature.bind_partial(*args, **kwargs)
         except TypeError as error:
             raise FunctreeTypeError(f"{self.name}: {error}") from None
-        # With defaults, a call that omits an argument equals a call that passes its default.
-        bound.apply_defaults()
-        return self.call(*bound.arguments.values())
+        values = dict(zip(self.parameters, self._omitted, strict=True)) | bound.arguments
+        return self.call(*values.values())
 
     def each(self, call: Record) -> Iterator[tuple[Path, Tree]]:
         """Yield the arguments of a call with their paths.
@@ -208,66 +208,19 @@ class Signature:
             else:
                 yield Path((name,)), value
 
-    def given(self, args: Args, kwargs: Kwargs) -> Collection[str]:
-        """Return the parameters to which `args` and `kwargs` pass a value."""
-        return self._signature.bind(*args, **kwargs).arguments.keys()
-
-    def run(
-        self, fun: AnyFunction, call: Sequence[Tree], given: Collection[str] | None = None
-    ) -> Tree:
-        """Run a function that has this signature with the values of a call.
-
-        Args:
-            fun: the function.
-            call: the values of the parameters.
-            given: the parameters to pass; None for all.
-        """
-        args, kwargs = self.arguments(call, given)
+    def run(self, fun: AnyFunction, call: Sequence[Tree]) -> Tree:
+        """Run a function that has this signature with the values of a call."""
+        args, kwargs = self.arguments(call)
         return fun(*args, **kwargs)
 
-    def arguments(
-        self, call: Sequence[Tree], given: Collection[str] | None = None
-    ) -> tuple[Args, dict[str, Tree]]:
-        """Return a call as `(args, kwargs)`, with only the parameters in `given` if it is set."""
-        if self._simple and given is None and not any(value is NOT_GIVEN for value in call):
-            return tuple(call), {}
+    def arguments(self, call: Sequence[Tree]) -> tuple[Args, dict[str, Tree]]:
+        """Return a call as `(args, kwargs)`, with as many positional arguments as possible."""
         values = OrderedDict[str, Tree]()
         for name, value in zip(self.parameters, call, strict=True):
-            if value is not NOT_GIVEN and (given is None or name in given):
+            if value is not NOT_GIVEN:
                 values[name] = value
         bound = inspect.BoundArguments(self._signature, values)
         return bound.args, bound.kwargs
-
-    def by_keyword(
-        self, args: Args, kwargs: Kwargs, names: Collection[str]
-    ) -> tuple[Args, dict[str, Tree]]:
-        """Return `(args, kwargs)` with the named arguments passed by keyword.
-
-        All positional arguments after the first of these are passed by keyword, too.
-        """
-        parameters = list(self._signature.parameters.values())
-        start = len(args)
-        for i, parameter in enumerate(parameters[: len(args)]):
-            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.name in names:
-                start = i
-                break
-        # Positional-only parameters come before all others, so these arguments can be named.
-        moved = {p.name: value for p, value in zip(parameters[start:], args[start:], strict=False)}
-        return args[:start], {**moved, **kwargs}
-
-
-def _with_defaults_left(signature: inspect.Signature) -> inspect.Signature:
-    """Return the signature of a wrapper such as `jax.vmap(f)`, which leaves defaults to `f`.
-
-    The defaults of `f` must not be passed, since `jax.vmap` would map over them. No argument is
-    required, since the wrapper may supply it.
-    """
-    parameters: list[inspect.Parameter] = []
-    for parameter in signature.parameters.values():
-        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            parameter = parameter.replace(default=NOT_GIVEN)
-        parameters.append(parameter)
-    return signature.replace(parameters=parameters)
 
 
 def wrapper_updates(fun: object) -> tuple[str, ...]:
@@ -306,19 +259,6 @@ def inspected(fun: AnyFunction) -> inspect.Signature:
 
 
 _ANY_ARGUMENTS = [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
-
-
-def _passes_on(fun: AnyFunction) -> bool:
-    """Return whether a callable is a wrapper that passes on any arguments."""
-    code = getattr(fun, "__code__", None)
-    if code is None:  # such as a result of `jax.jit`
-        return hasattr(fun, "__wrapped__")
-    # The code decides, because a wrapper's `__signature__` may belong to the wrapped function.
-    any_arguments = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
-    return (
-        code.co_argcount + code.co_kwonlyargcount == 0
-        and code.co_flags & any_arguments == any_arguments
-    )
 
 
 def _record(module: str, annotations: Mapping[str, object]) -> type[Record]:

@@ -33,7 +33,7 @@ class StagedCall(NamedTuple):
         program: the program of the call.
         signature: the signature of the function.
         find: a function that flattens a call and finds its group, from the call's arguments.
-        by_keyword: the names of the arguments that are passed by keyword.
+        positional: the number of arguments that are passed by position, including bound arguments.
         arrays: the call's abstract arrays, with their shardings where these are known.
         log: the compilations of the function.
     """
@@ -41,7 +41,7 @@ class StagedCall(NamedTuple):
     program: Program
     signature: Signature
     find: Callable[[Args, Kwargs], FlatCall]
-    by_keyword: frozenset[str]
+    positional: int
     arrays: tuple[jax.ShapeDtypeStruct, ...]
     log: Log
 
@@ -53,8 +53,9 @@ class StagedCall(NamedTuple):
     def arguments(self, values: Sequence[object]) -> tuple[Args, dict[str, Tree]]:
         """Return `(args, kwargs)` with one value per array, and None for static values."""
         args, kwargs = self.signature.arguments(self.program.group.skeleton.spread(values))
-        # After an argument that is passed by keyword, defaults must be passed by keyword, too.
-        return self.signature.by_keyword(args, kwargs, self.by_keyword)
+        names = self.signature.parameters[self.positional :]
+        named = dict(zip(names, args[self.positional :], strict=False))
+        return args[: self.positional], {**named, **kwargs}
 
     def situation(self) -> Situation:
         """Return everything that a compilation of the call depends on."""

@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.tree_util import default_registry
 
-from functree.calls.signature import Partial, Record, Signature
+from functree.calls.signature import NOT_GIVEN, Partial, Record, Signature
 from functree.errors import FunctreeTypeError, Problem, count
 from functree.tree.arrays import Tree, is_array, is_unheld_number, unheld, value_text
 from functree.tree.paths import Path
@@ -59,7 +59,7 @@ def with_static(call: Record, names: frozenset[str]) -> Record:
     """
     values: list[Tree] = []
     for name, value in zip(call._fields, call, strict=True):
-        if name in names:
+        if name in names and value is not NOT_GIVEN:
             values.append(StaticArgument(value))
         elif type(value) is dict:  # possibly `**more`, in which each argument may be static
             static = {k: StaticArgument(x) for k, x in value.items() if f"{name}.{k}" in names}

@@ -4,7 +4,7 @@ A function ─► the same function with checks. `ft.shard_map` uses only `check
 """
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar, get_type_hints, overload
 
@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jaxtyping import jaxtyped
 
 from functree.argument_checks import FLAG, FUNCTION, check, shown
-from functree.calls.signature import Record, Signature, wrapper_updates
+from functree.calls.signature import NOT_GIVEN, Record, Signature, wrapper_updates
 from functree.devices.meshes import MeshView
 from functree.devices.specs import of_rank, spec_text, typed_spec, without
 from functree.errors import AxesError, FunctreeTypeError, Problem, ShardingError, count
@@ -101,14 +101,14 @@ def typed(
             "`@jaxtyped(typechecker=beartype)` above the class to check its fields"
         )
 
-    def checked(record: Record, given: Collection[str], known: Sizes) -> tuple[Record, Sizes]:
+    def checked(record: Record, known: Sizes) -> tuple[Record, Sizes]:
         """Check a call or a result, and return it with the sizes of its axes.
 
         With `constrain=True`, the annotated arrays are constrained.
         """
         leaves = read(record)
         sizes = check_sizes(signature.name, record, leaves.leaves, known)
-        # Defaults are left out, since they need not have the annotated type, as in
+        # The call lacks the defaults, which need not have the annotated type, as in
         # `mask: Float[Array, "n"] = None`.
         hints: dict[str, Any] = {}
         with suppress(*UNREADABLE):
@@ -116,7 +116,7 @@ def typed(
         problems: list[Problem] = []
         for name, value in zip(record._fields, record, strict=True):
             hint = hints.get(name, object)
-            if name in given and not is_bearable(value, hint):
+            if value is not NOT_GIVEN and not is_bearable(value, hint):
                 why = f"does not have its annotated type `{shown(hint)}`"
                 remedy = "pass a value of this type, or change the annotation"
                 problems.append(Problem(Path((name,)), None, shown(value), why, remedy))
@@ -134,9 +134,9 @@ def typed(
         call = signature.bind(all_args, all_kwargs)
         # The names of axes mean the same in all annotations of a call, and in its body.
         with jaxtyped("context"):
-            call, sizes = checked(call, signature.given(all_args, all_kwargs), {})
+            call, sizes = checked(call, {})
             result = signature.result(signature.run(partial.fun, call))
-            return checked(result, signature.result._fields, sizes)[0][0]
+            return checked(result, sizes)[0][0]
 
     return wrapper
 

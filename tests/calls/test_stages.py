@@ -56,8 +56,8 @@ def test_trees_have_the_models_structure(
     stage: str, kind: str, mesh: Mesh, placed: tuple[MLP, Array]
 ):
     found = stages(mesh, *(abstract(mesh) if kind == "abstract" else placed), **LOADS)[stage]
-    (model, x, scale), kwargs = found.args_info
-    assert isinstance(model, MLP) and model.activation is None and scale is None and kwargs == {}
+    (model, x), kwargs = found.args_info
+    assert isinstance(model, MLP) and model.activation is None and kwargs == {}
     assert (model.up.shape, model.up.donated, x.shape, x.donated) == ((8, 16), True, (4, 8), False)
     assert found.in_avals[0][0].down.shape == (16, 8)
     assert found.in_tree == jax.tree.structure(found.args_info)
@@ -90,7 +90,7 @@ def test_a_compiled_function(mesh: Mesh):
         and compiled.cost_analysis() is not None
     )
     assert compiled.jax.runtime_executable() is not None
-    (model, x, _), _ = compiled.input_shardings
+    (model, x), _ = compiled.input_shardings
     assert model.up == NamedSharding(mesh, P(None, "model"))
     assert x.is_equivalent_to(NamedSharding(mesh, P("data", None)), 2)
     # Closed, as it was donated.
@@ -143,22 +143,22 @@ STRUCTURE = "do not have the structure and the static values that the program wa
 Wrong = Callable[[MLP, Array, Mesh], tuple[Any, ...]]
 WRONG: dict[str, tuple[Wrong, type[Exception], tuple[str, ...]]] = {
     "shape": (
-        lambda m, x, mesh: (m, x[:2]),
+        lambda m, x, mesh: (m, x[:2], 1.0),
         TypeError,
         ("'x' compiled with float32[4,8] and called with float32[2,8]",),
     ),
     "dtype": (
-        lambda m, x, mesh: (m, x.astype(jnp.int32)),
+        lambda m, x, mesh: (m, x.astype(jnp.int32), 1.0),
         TypeError,
         ("'x' compiled with float32[4,8] and called with int32[4,8]",),
     ),
     "sharding": (
-        lambda m, x, mesh: (ft.shard(m, P(), mesh), x),
+        lambda m, x, mesh: (ft.shard(m, P(), mesh), x, 1.0),
         ValueError,
         ("model.up with shape float32[8,16]", "Passed", "Required", "model.down"),
     ),
     "other devices": (
-        lambda m, x, mesh: (m, jax.device_put(np.ones((4, 8), np.float32), jax.devices()[0])),
+        lambda m, x, mesh: (m, jax.device_put(np.ones((4, 8), np.float32), jax.devices()[0]), 1.0),
         ValueError,
         ("x with shape float32[4,8]", "Passed", "Required"),
     ),
@@ -168,12 +168,12 @@ WRONG: dict[str, tuple[Wrong, type[Exception], tuple[str, ...]]] = {
         (STRUCTURE, "scale", "static 1.0 → 1", "Try: call the function itself"),
     ),
     "nothing": (
-        lambda m, x, mesh: (m, None),
+        lambda m, x, mesh: (m, None, 1.0),
         ft.FunctreeError,
         (STRUCTURE, "x", "structure an array → nothing"),
     ),
     "abstract": (
-        lambda m, x, mesh: (m, jax.ShapeDtypeStruct((4, 8), "float32")),
+        lambda m, x, mesh: (m, jax.ShapeDtypeStruct((4, 8), "float32"), 1.0),
         ft.FunctreeError,
         ("`x` is abstract",),
     ),
@@ -182,11 +182,11 @@ WRONG: dict[str, tuple[Wrong, type[Exception], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_compiled_step_takes_nothing_else(case: str, mesh: Mesh, placed: tuple[MLP, Array]):
-    compiled = ft.jit(step, mesh=mesh).lower(*placed).compile()
+    compiled = ft.jit(step, mesh=mesh).lower(*placed, 1.0).compile()
     make, error, fragments = WRONG[case]
     with raises(*fragments, error=error):
         compiled(*make(*placed, mesh))
-    compiled(*placed)
+    compiled(*placed, 1.0)
 
 
 def test_uncommitted_arrays_are_put_there(mesh: Mesh, placed: tuple[MLP, Array]):
