@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, Self
-from weakref import WeakValueDictionary
 
 from jax.tree_util import default_registry, register_static
 
@@ -262,29 +261,14 @@ _ANY_ARGUMENTS = [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWOR
 
 
 def _record(module: str, annotations: Mapping[str, object]) -> type[Record]:
-    """Return a class of records with annotated fields.
-
-    Functions of one module with the same parameters share a class if none has annotations.
-    """
-    hints = {name: hint for name, hint in annotations.items() if hint is not _EMPTY}
-    fields = tuple(annotations)
-    # A function may be created in each step of a loop. Python and JAX inspect a class when they
-    # first use it, which takes longer than creating it.
-    record = None if hints else _RECORDS.get((module, fields))
-    if record is None:
-        members = {
-            "__slots__": (),
-            "__module__": module,
-            "__annotations__": hints,
-            "_fields": fields,
-        }
-        record = type("Record", (Record,), members)
-        if not hints:
-            _RECORDS[module, fields] = record
-    return record
-
-
-_RECORDS: WeakValueDictionary[tuple[str, tuple[str, ...]], type[Record]] = WeakValueDictionary()
+    """Return a class of records with annotated fields."""
+    members = {
+        "__slots__": (),
+        "__module__": module,
+        "__annotations__": {name: x for name, x in annotations.items() if x is not _EMPTY},
+        "_fields": tuple(annotations),
+    }
+    return type("Record", (Record,), members)
 
 
 def _annotation(fun: AnyFunction, parameter: inspect.Parameter) -> Any:

@@ -69,7 +69,7 @@ def test_the_result_is_in_the_same_scope():
 def test_beartype_checks_the_rest():
     with raises("up: ", "times", "'two'", "annotated type `int`", error=TypeError):
         typed(up)(X, UP, times="two")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="missing . required positional argument"):
+    with pytest.raises(TypeError, match=r"missing . required positional argument"):
         typed(up)()  # type: ignore[call-arg]
     with raises("result_of: ", "result", "'three'", error=TypeError):
         typed(result_of)("three")
