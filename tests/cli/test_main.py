@@ -84,7 +84,7 @@ def test_ledger_of_a_function_with_options_of_its_own(cli: Cli) -> None:
 def test_a_ledger_that_cannot_be_had(cli: Cli) -> None:
     code, out, err = cli(f"ledger demo:unnamed {LAID}")
     assert code == 1 and out == ""
-    assert "in_shardings does not fit 1 leaf on mesh (data=2, model=4)" in err
+    assert "in_shardings: 1 leaf cannot be laid out on mesh (data=2, model=4)" in err
     assert "x   f32[64, 32]\n      has no axis names" in err
 
 

@@ -363,18 +363,6 @@ def test_an_array_that_jax_does_not_see_is_refused():
         f({"a": [Hidden(X)]})
 
 
-@pytest.mark.parametrize(("static", "donated"), [("x", 0), ("mode", "mode"), ("more", "mode")])
-def test_what_is_static_is_not_donated(static: str, donated: Any):
-    def body(x: Any, **more: Any) -> Any:
-        return x
-
-    name = {0: "x", "mode": "more.mode"}[donated]
-    told = f"jit: `{name}` in `donate` is static", "no arrays to donate", "remove it from `donate`"
-    with raises(*told, error=FunctreeValueError):
-        ft.jit(body, static_argnames=static, donate=donated)
-    ft.jit(body, static_argnames=static, donate=...)  # of all parameters those that have arrays
-
-
 REFUSED = {
     "backend": (
         "jit has no option `backend`",

@@ -132,23 +132,6 @@ def test_in_shardings_that_do_not_fit_the_function(form: str):
         ft.jit(three, in_shardings=written)
 
 
-# A layout for `b`, which is static; the dict and the tuple are one thing to the user.
-FOR_STATIC: list[tuple[Any, Any]] = [
-    (three, {"b": P()}),
-    (three, [P(), (P(), P()), P()]),
-    (lambda a, **more: a, {"b": P()}),
-]
-
-
-@pytest.mark.parametrize(("fun", "given"), FOR_STATIC)
-def test_a_layout_for_a_static_parameter(fun: Any, given: Any):
-    said = (
-        "jit: in_shardings has a layout for `b`, which is static: remove the layout, or replace it with `None`",
-    )
-    with raises(*said, error=ft.RuleError):
-        ft.jit(fun, in_shardings=given, static_argnames="b")
-
-
 @pytest.mark.parametrize("given", [P(), {"a": P(), "b": None}, (P(), None, None)], ids=str)
 def test_static_parameters_that_have_no_layout(given: Any):
     f = ft.jit(lambda a, b, c: a * 2, in_shardings=given, static_argnames="b", mesh=MESH)
@@ -162,8 +145,8 @@ def test_silent_failure_21_a_committed_array_that_lies_otherwise():
     f = ft.jit(lambda model, x: x, in_shardings=(RULES, P("data")), mesh=MESH)
     wrong = Model(lay(jnp.ones((4, 8)), "data"), jax.device_put(jnp.ones(8), jax.devices()[0]))
     with raises(
-        "in_shardings does not fit 2 leaves on mesh (data=2, model=4)",
-        "model.w   f32[4, 8]   \"embed hidden\"\n      is sharded P('data'), but `in_shardings` specifies P(None, 'model')",
+        "in_shardings: 2 leaves cannot be laid out on mesh (data=2, model=4)",
+        "model.w   f32[4, 8]   \"embed hidden\"\n      is sharded P('data') on (data=2, model=4), but `in_shardings` specifies P(None, 'model') on",
         "`ft.jit` does not move arrays implicitly",
         "model.b   f32[8]   \"hidden\"\n      is sharded on cpu:0, but `in_shardings` specifies P('model') on (data=2, model=4)",
         "move it once: `ft.shard(x, layout, mesh)`",
@@ -187,7 +170,9 @@ def test_an_abstract_array_that_is_sharded_otherwise(mesh: Any):
     f = ft.jit(lambda tree: tree["x"] * 2, in_shardings=P("data"), mesh=mesh)
     other = NamedSharding(mesh, P(None, "model"))
     tree = {"x": jax.ShapeDtypeStruct(BATCH.shape, BATCH.dtype, sharding=other)}
-    with raises("tree.x", "is sharded P(None, 'model'), but `in_shardings` specifies P('data'"):
+    with raises(
+        "tree.x", "is sharded P(None, 'model') on", "but `in_shardings` specifies P('data'"
+    ):
         f.lower(tree)
 
 
@@ -207,7 +192,7 @@ def test_silent_failure_31_an_array_that_is_moved_on_each_call(
     with pytest.warns(ft.FunctreeWarning) as caught:
         f({"x": array}, y)
     assert [str(w.message) for w in caught] == [
-        f"<lambda>: each call places `tree.x` again, because of {layout}: call `ft.shard` once, before the calls"
+        "<lambda>: each call places `tree.x` again: call `ft.shard` once, before the calls"
     ]
     assert caught[0].filename == __file__
     f({"x": array}, y)  # once
@@ -217,9 +202,8 @@ def test_silent_failure_31_an_array_that_is_moved_on_each_call(
 def test_silent_failure_31_in_explicit_mode():
     f = ft.jit(lambda tree: tree["a"] * 2, in_shardings=P("data"), mesh=EXPLICIT)
     with raises(
-        "in_shardings does not fit 2 leaves",
-        "tree.a   f32[8, 4]\n      is a NumPy array: on Explicit axes, its type in the body would be unsharded",
-        "tree.b   f32[8, 4]\n      is uncommitted and not on a mesh: on Explicit axes",
+        "in_shardings: 2 leaves cannot be laid out",
+        "tree.a, tree.b   f32[8, 4]\n      is uncommitted and not on a mesh: on Explicit axes",
         "move it first: `ft.shard(x, layout, mesh)`",
     ):
         f({"a": X, "b": jnp.asarray(X)})
@@ -419,8 +403,8 @@ def step(model: Any, opt_state: Any, x: Any) -> Any:
 NAMED_RULES = ft.AxisRules({"embed": "data", "hidden": "model"})
 # A layout of the model for the state of an optimizer, and what the error has to name.
 FOR_THE_MODEL: dict[str, tuple[Any, Any, list[str]]] = {
-    "rules": (NAMED_RULES, optax.adafactor(1e-3), ["does not fit 4 leaves", "opt_state.0.v_row.weight"]),
-    "one spec": (P("data", "model"), optax.adam(1e-3), ["does not fit 2 leaves", "opt_state.0.mu.bias, opt_state.0.nu.bias   f32[8]"]),
+    "rules": (NAMED_RULES, optax.adafactor(1e-3), ["in_shardings: 4 leaves", "opt_state.0.v_row.weight"]),
+    "one spec": (P("data", "model"), optax.adam(1e-3), ["in_shardings: 2 leaves", "opt_state.0.mu.bias, opt_state.0.nu.bias   f32[8]"]),
     "a pattern": (
         ft.StateSharding({"weight": P("data", "model"), ...: P("model")}), optax.adam(1e-3),
         ["filter 'weight', for `opt_state`\n      matches no leaf"],

@@ -3,7 +3,7 @@
 A function, and the options of `ft.jit` ─► the compiled function.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import EllipsisType
 from typing import Annotated, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
@@ -119,7 +119,6 @@ def jit(
         FunctreeError: if Python cannot read the signature of `fun`.
         FunctreeError: if an option is unknown.
         FunctreeError: if an option names an unknown parameter.
-        FunctreeError: if a parameter is both static and donated.
         FunctreeError: (when called) if a leaf is neither an array nor hashable.
         FunctreeError: (when called) if an argument is deleted.
         FunctreeError: (when called) if a donated array is passed twice.
@@ -127,7 +126,6 @@ def jit(
         FunctreeError: (when called) with `check_processes`, if the settings, the arguments or the
             program differ between processes.
         RuleError: if `in_shardings` does not have the structure of the parameters.
-        RuleError: if `in_shardings` has a layout for a static parameter.
         RuleError: if `rules` is not a layout.
         ShardingError: if `mesh` is not a mesh.
         ShardingError: if `mesh` has only sizes.
@@ -152,11 +150,8 @@ def jit(
         (P('model', None), 1)
     """
     for name in refused:
-        raise FunctreeTypeError(
-            _REFUSED.get(
-                name, f"jit has no option `{name}`{did_you_mean(name, JitKeywords.__annotations__)}"
-            )
-        )
+        advice = _REFUSED.get(name, did_you_mean(name, JitKeywords.__annotations__))
+        raise FunctreeTypeError(f"jit has no option `{name}`{advice}")
     # Sizes are enough for a plan, but a program is compiled for devices.
     if mesh is not None and mesh_view(mesh).mesh is None:
         raise ShardingError("jit: `mesh` has only sizes: pass a `Mesh` with devices")
@@ -172,10 +167,8 @@ def jit(
         static = _named(signature, "static_argnums", static_argnums)
         static |= _named(signature, "static_argnames", static_argnames)
         donated = frozenset(signature.parameters)
-        # `...` donates every parameter that can be donated, so static parameters are accepted.
         if donate is not ...:
             donated = _named(signature, "donate", donate)
-            _check_not_static(donated, static)
         options = JitOptions(*layouts, mesh, layout, donated, static, jax_options)
         kind = CheckedJit if check_processes else Jit
         return kind.made(fun, signature, partial, options)
@@ -183,29 +176,19 @@ def jit(
     return wrap if fun is None else wrap(fun)
 
 
-def _check_not_static(donated: Iterable[str], static: Collection[str]) -> None:
-    """Raise FunctreeError for parameters that are both donated and static."""
-    for name in sorted(donated):
-        # `more` means all arguments in `**more`, and `more.mode` means one of them.
-        if name in static or name.partition(".")[0] in static:
-            raise FunctreeValueError(
-                f"jit: `{name}` in `donate` is static, so it has no arrays to donate: remove it "
-                "from `donate`, or from `static_argnums` and `static_argnames`"
-            )
-
-
 # `jax.jit` has these options, so users may try them here.
-_USE_DEVICE_PUT = (
-    "move the arrays to the device (`jax.device_put`), or use `with jax.default_device(device):`"
+_DONATE = ": pass names or positions to `donate=`"
+_DEVICE = (
+    ": move the arrays to the device (`jax.device_put`), or use `with jax.default_device(device):`"
 )
 _REFUSED = {
-    "donate_argnums": "jit has no option `donate_argnums`: pass names or positions to `donate=`",
-    "donate_argnames": "jit has no option `donate_argnames`: pass names or positions to `donate=`",
-    "backend": f"jit has no option `backend`: {_USE_DEVICE_PUT}",
-    "device": f"jit has no option `device`: {_USE_DEVICE_PUT}",
+    "donate_argnums": _DONATE,
+    "donate_argnames": _DONATE,
+    "backend": _DEVICE,
+    "device": _DEVICE,
     "abstracted_axes": (
-        "jit has no option `abstracted_axes`, since a program is compiled for fixed sizes: export "
-        "the function with symbolic sizes, `ft.export(f, ..., symbolic=...)`"
+        ", since a program is compiled for fixed sizes: export the function with symbolic sizes, "
+        "`ft.export(f, ..., symbolic=...)`"
     ),
 }
 

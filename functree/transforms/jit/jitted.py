@@ -6,7 +6,7 @@ processes compile the same program.
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 
@@ -38,7 +38,7 @@ from functree.devices.placement import (
     sharding_text,
     with_devices_of,
 )
-from functree.errors import RuleError, listed, warn
+from functree.errors import listed, warn
 from functree.layout.layout import Layout, LayoutTree, copied
 from functree.layout.state_sharding import has_filters
 from functree.placing.ambient import Surroundings
@@ -110,7 +110,6 @@ class Jit(Function[_P, _T]):
         self._layouts: ParameterLayouts | None = None
         if options.in_shardings is not None:
             self._layouts = ParameterLayouts("in_shardings", options.in_shardings, self._signature)
-            _check_static(self._layouts, options.static)
         # How many times the array at each path was placed.
         self._placings: Counter[Path] = Counter()
         # Without layouts and donation, a `Program` does not depend on its arguments' shardings. The
@@ -204,24 +203,22 @@ class Jit(Function[_P, _T]):
 
     def _warn_placed(self, flat: FlatCall, placement: Placement) -> None:
         """Warn about arrays that a second call places again."""
-        again: dict[str, list[str]] = {"in_shardings": [], "the rules": []}
+        again: list[str] = []
         for i in placement.shardings:
             path, array = flat.group.paths[i], flat.arrays[i]
             if isinstance(array, Tracer | jax.ShapeDtypeStruct) or not is_worth_telling(array):
                 continue
-            by = "in_shardings" if self._has_entry(path) else "the rules"
-            # A NumPy array must be moved in each call in any case.
-            if by == "the rules" and not is_concrete(array):
-                continue
-            self._placings[path] += 1
-            if self._placings[path] == 2:
-                again[by].append(f"`{path}`")
-        for by, paths in again.items():
-            if paths:
-                warn(
-                    f"{self._signature.name}: each call places {listed(paths)} again, "
-                    f"because of {by}: call `ft.shard` once, before the calls"
-                )
+            # Without an entry in `in_shardings`, a NumPy array must be moved in each call in any
+            # case.
+            if is_concrete(array) or self._has_entry(path):
+                self._placings[path] += 1
+                if self._placings[path] == 2:
+                    again.append(f"`{path}`")
+        if again:
+            warn(
+                f"{self._signature.name}: each call places {listed(again)} again: call `ft.shard` "
+                "once, before the calls"
+            )
 
     def _has_entry(self, path: Path) -> bool:
         """Return whether `in_shardings` has an entry for a path. The entry may be `None`."""
@@ -333,21 +330,6 @@ class Jit(Function[_P, _T]):
         return donated
 
 
-def _check_static(layouts: ParameterLayouts, static: Collection[str]) -> None:
-    """Raise RuleError for a static parameter with its own layout.
-
-    A single layout for all parameters applies to arrays only.
-    """
-    for name in sorted(static):
-        # The argument `mode` in `**more` is named `more.mode` here, and `mode` in the layouts.
-        key = name.rpartition(".")[2]
-        if layouts.by_name is not None and layouts.by_name.get(key) is not None:
-            raise RuleError(
-                f"jit: in_shardings has a layout for `{key}`, which is static: remove the layout, "
-                "or replace it with `None`"
-            )
-
-
 def _is_spread(array: AnyArray) -> bool:
     """Return whether an array is uncommitted, so that the compiler chooses its sharding.
 
@@ -377,7 +359,6 @@ def _make_body(
     def compute(arrays: Sequence[AnyArray]) -> Output:
         call = group.skeleton.fill(arrays)
         with surroundings.entered(arrays):
-            check_mesh(signature.name, group.paths, arrays, surroundings.mesh)
             values = opened(call)
             if packed:
                 values = _unpacked(values)

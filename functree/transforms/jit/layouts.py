@@ -4,15 +4,12 @@ Uncommitted arguments ─► the same arguments, placed with `in_shardings` and 
 its shardings, from `out_shardings` and the donated arguments.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
@@ -21,19 +18,16 @@ from functree.calls.program import Shardings
 from functree.calls.signature import Record, Signature
 from functree.devices.constraint import with_constraint
 from functree.devices.meshes import MeshView, agreed_mesh, without_devices
-from functree.devices.placement import is_sharded_as, memory_of, mesh_of, sharding_text
-from functree.devices.specs import spec_text
+from functree.devices.placement import is_sharded_as, mesh_of, sharding_text
 from functree.errors import Problem, ShardingError, count, listed, warn
 from functree.labels.leaf import Leaf, is_bare, is_in_module
 from functree.labels.leaves import Leaves
 from functree.layout.decide import UNSPECIFIED, Decisions, decide_parts, filter_problems
 from functree.layout.decision import (
-    USE_PLAN_OPTIMIZER,
     Decision,
     Fault,
-    is_optimizer_state,
     layout_problem,
-    leaves_at_fault,
+    refuse,
     whole,
 )
 from functree.layout.layout import Layout, LayoutTree, Part, as_partial, own_meshes
@@ -47,8 +41,7 @@ from functree.tree.paths import Keys, Path
 from functree.tree.skeleton.kinds import ARRAY
 
 
-@dataclass(frozen=True, eq=False)
-class Placement:
+class Placement(NamedTuple):
     """The shardings with which similar calls place their arguments.
 
     Attributes:
@@ -65,45 +58,35 @@ class Placement:
 
     def place(self, arrays: Sequence[Any]) -> list[Any]:
         """Place the arrays that have a sharding here, and return all arrays of the call."""
-        new, traced, moving = list(arrays), dict[int, Any](), dict[int, Any]()
+        new, traced, moving = list(arrays), list[int](), list[int]()
         for i, sharding in self.shardings.items():
-            array = arrays[i]
-            if isinstance(array, Tracer):
-                traced[i] = array
-            elif isinstance(array, jax.ShapeDtypeStruct):
-                new[i] = array.update(sharding=sharding)
-            elif self.can_run:
-                moving[i] = array
+            if isinstance(arrays[i], Tracer):
+                traced.append(i)
+            elif self.can_run and not isinstance(arrays[i], jax.ShapeDtypeStruct):
+                moving.append(i)
             else:
-                new[i] = abstract(jax.typeof(array), sharding)
-        if traced:
-            for i, array in self._constrain(traced).items():
-                new[i] = array
+                new[i] = abstract(jax.typeof(arrays[i]), sharding)
         # `device_put` may share a buffer with the given array, even with `may_alias=False`. This
         # happens on the array's own device, if the array is replicated.
         copies = {
-            id(array): jnp.array(array, copy=True)
-            for i, array in moving.items()
-            if i in self.donated
+            id(arrays[i]): jnp.array(arrays[i], copy=True) for i in moving if i in self.donated
         }
-        sources = [copies.get(id(array), array) for array in moving.values()]
-        moved = moved_once(sources, [self.shardings[i] for i in moving])
-        for i, array in zip(moving, moved, strict=True):
+        sources = [copies.get(id(arrays[i]), arrays[i]) for i in moving]
+        placed = moved_once(sources, [self.shardings[i] for i in moving])
+        if traced:
+            wanted = tuple(self.shardings[i] for i in traced)
+            placed += _constrained([arrays[i] for i in traced], wanted)
+        for i, array in zip((*moving, *traced), placed, strict=True):
             new[i] = array
         return new
 
-    # The function is jitted, since only a jitted function has devices for a constraint on an
-    # abstract mesh. The property is cached, so that an eager `grad` or `vmap` compiles it once.
-    @cached_property
-    def _constrain(self) -> Callable[[dict[int, Any]], dict[int, Any]]:
-        def constrain(traced: dict[int, Any]) -> dict[int, Any]:
-            new: dict[int, Any] = {}
-            for i, array in traced.items():
-                wanted = self.shardings[i]
-                new[i] = with_constraint(array, wanted.mesh, wanted.spec, wanted.memory_kind)
-            return new
 
-        return jax.jit(constrain)
+# The function is jitted, since only a jitted function has devices for a constraint on an abstract
+# mesh. An eager `grad` or `vmap` compiles it once.
+@partial(jax.jit, static_argnums=1)
+def _constrained(arrays: list[Any], shardings: tuple[NamedSharding, ...]) -> list[Any]:
+    pairs = zip(arrays, shardings, strict=True)
+    return [with_constraint(x, to.mesh, to.spec, to.memory_kind) for x, to in pairs]
 
 
 def is_unplaced(array: Any) -> bool:
@@ -174,11 +157,7 @@ def by_rules(
             problems.append(leaf.problem(*UNSPECIFIED))
     name = signature.name
     if problems:
-        at_fault = "the uncommitted arguments"
-        if wrong := leaves_at_fault(problems):
-            at_fault = f"{wrong} among {at_fault}"
-        headline = f"{name}: the rules do not fit {at_fault} on mesh {view}"
-        raise ShardingError(headline, problems)
+        raise refuse(problems, view, f"{name}: rules of uncommitted arguments: ")
     replicated = [
         decided.leaves[i]
         for i in arrays
@@ -233,11 +212,10 @@ def warn_unplaced(
             unplaced.append(f"`{path}` {array_text(array)}")
     if not unplaced:
         return
-    they, are, them = ("it", "is", "it") if len(unplaced) == 1 else ("they", "are", "them")
     warn(
-        f"{name}: {listed(unplaced)} {are} uncommitted while other arguments span {devices} "
-        f"devices, so {they} {are} replicated and every device repeats the work: "
-        f"place {them} with `ft.shard`, or pass `rules=` or `in_shardings=`"
+        f"{name}: every device repeats the work on uncommitted arrays, since other arguments span "
+        f"{devices} devices ({listed(unplaced)}): place them with `ft.shard`, or pass `rules=` or "
+        "`in_shardings=`"
     )
 
 
@@ -301,31 +279,20 @@ def _without_names(decided: Decisions) -> tuple[list[Decision], set[int]]:
 
 
 def _warn_replicated(name: str, leaves: Sequence[Leaf], view: MeshView) -> None:
-    """Warn about replicated arrays, once for each reason."""
-    groups = defaultdict[tuple[str, str], list[Leaf]](list)
+    """Warn about uncommitted arrays that are replicated, since no rule names their axes."""
+    arrays: list[str] = []
     for leaf in leaves:
-        if any(leaf.axes):
-            lack = "axis names, but there are no rules for them"
-            remedy = "add `ft.AxisRules` to the rules"
-        elif leaf.unread is None:
-            lack, remedy = "no axis names", "annotate {}"
-        else:
-            reason, remedy = leaf.unread
-            lack = f"no axis names ({reason})"
-        groups[lack, remedy].append(leaf)
-    for (lack, remedy), group in groups.items():
-        arrays = listed([f"`{leaf.path}` {array_text(leaf.value)}" for leaf in group])
-        in_optimizer = any(is_optimizer_state(cls) for leaf in group for cls in leaf.within)
-        optimizer = USE_PLAN_OPTIMIZER if in_optimizer else ""
-        words = ("it", "is", "has", "it") if len(group) == 1 else ("they", "are", "have", "them")
-        they, are, have, them = words
-        advice = remedy.replace("{}", them)
-        warn(
-            f"{name}: {arrays} {are} uncommitted and {have} {lack}, "
-            f"so {they} {are} replicated on mesh {view}: "
-            f"{advice}, place {them} with `ft.shard`, or pass `in_shardings=`"
-            f"{optimizer}",
-        )
+        why = "no axis names"
+        if leaf.unread is not None:
+            why = ": ".join(leaf.unread)
+        elif any(leaf.axes):
+            why = f'no rules for "{leaf.axes}"'
+        arrays.append(f"`{leaf.path}` {array_text(leaf.value)} ({why})")
+    warn(
+        f"{name}: uncommitted arrays are replicated on mesh {view}: {listed(arrays)}: annotate "
+        "them and add `ft.AxisRules` to the rules, place them with `ft.shard`, or pass "
+        "`in_shardings=`"
+    )
 
 
 # The layouts of `in_shardings`
@@ -378,13 +345,9 @@ def by_in_shardings(
         elif isinstance(array, jax.ShapeDtypeStruct) or without_devices(wanted.mesh) is not None:
             continue
         elif AxisType.Explicit in wanted.mesh.axis_types:
-            problems.append(layout_problem(leaf, _untyped(array)))
+            problems.append(layout_problem(leaf, _UNTYPED))
     if problems:
-        at_fault = leaves_at_fault(problems) or "the call"
-        headline = (
-            f"{layouts.signature.name}: in_shardings does not fit {at_fault} on mesh {planned.view}"
-        )
-        raise ShardingError(headline, problems)
+        raise refuse(problems, planned.view, f"{layouts.signature.name}: in_shardings: ")
     return planned.mesh, shardings
 
 
@@ -402,15 +365,7 @@ def _other_sharding(array: Any, wanted: NamedSharding) -> Fault:
 
     Moving an array takes time, so users must request the move.
     """
-    current = array.sharding
-    have, want = sharding_text(current), sharding_text(wanted)
-    # If only the specs differ, the message is short.
-    if (
-        isinstance(current, NamedSharding)
-        and current.mesh == wanted.mesh
-        and memory_of(current) == memory_of(wanted)
-    ):
-        have, want = spec_text(current.spec), spec_text(wanted.spec)
+    have, want = sharding_text(array.sharding), sharding_text(wanted)
     why = (
         f"is sharded {have}, but `in_shardings` specifies {want}; `ft.jit` does not move arrays "
         "implicitly"
@@ -418,19 +373,12 @@ def _other_sharding(array: Any, wanted: NamedSharding) -> Fault:
     return why, "move it once: `ft.shard(x, layout, mesh)`"
 
 
-def _untyped(array: AnyArray) -> Fault:
-    """Return the fault of an array whose type has no mesh, although the mesh has Explicit axes.
-
-    JAX would move the array, but would not change its type.
-    """
-    state = "is uncommitted and not on a mesh"
-    if isinstance(array, np.ndarray | np.generic):
-        state = "is a NumPy array"
-    why = (
-        f"{state}: on Explicit axes, its type in the body would be unsharded, whatever "
-        "`in_shardings` specifies"
-    )
-    return why, "move it first: `ft.shard(x, layout, mesh)`"
+# JAX would move the array, but would not change its type.
+_UNTYPED = (
+    "is uncommitted and not on a mesh: on Explicit axes, its type in the body would be unsharded, "
+    "whatever `in_shardings` specifies",
+    "move it first: `ft.shard(x, layout, mesh)`",
+)
 
 
 # The result
@@ -527,7 +475,5 @@ def resolve_out_shardings(
         record(result), record(layouts), planning_mesh(mesh), check=False, allow_unspecified=True
     )
     if planned.problems:
-        at_fault = leaves_at_fault(planned.problems) or "the result"
-        headline = f"{signature.name}: out_shardings does not fit {at_fault} on mesh {planned.view}"
-        raise ShardingError(headline, planned.problems)
+        raise refuse(planned.problems, planned.view, f"{signature.name}: out_shardings: ")
     return [None if row.spec is None else planned.sharding(row) for row in planned.rows]
