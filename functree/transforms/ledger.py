@@ -6,7 +6,7 @@ A function, jitted or not, and its arguments ─► the `Ledger` of the compiled
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from numbers import Number
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jax.stages import Lowered
-from jax.tree_util import keystr, tree_flatten_with_path
+from jax.tree_util import keystr, tree_flatten_with_path, tree_map
 
 from functree.argument_checks import FUNCTION, check
 from functree.calls.function import Function
@@ -223,7 +223,7 @@ def _others_call(
     known: dict[Path, Path] = {}
     if wrapped is not lowered:
         known = _paths_in_call(fn, wrapped, lowered, args, kwargs)
-    parameters = _parameters(fn, lowered, len(args), known)
+    parameters, names = _parameters(fn, lowered, len(args), known)
     entries, _ = tree_flatten_with_path(lowered.out_info)
     # Flax's program also returns its input modules, in the same trees.
     results = [known.get(path, path) for path in (Path.of(path) for path, _ in entries)]
@@ -231,12 +231,24 @@ def _others_call(
     @functools.cache
     def found_layouts() -> Layouts:
         unnamed = layouts_of(lowered, results)
-        readable = None if known else fn
-        used = _used(unnamed, _ends_of_names(readable, lowered, len(args)))
-        return named(unnamed, [parameters[i] for i in used]) or unnamed
+        return named(unnamed, [parameters[i] for i in _used(unnamed, names)]) or unnamed
 
     def compiled() -> tuple[Ledger, str]:
-        return _others_ledger(_name(fn), wrapped, parameters, results, mesh, found_layouts)
+        with heard_compiling() as heard:
+            stage = wrapped.compile()
+        stage = getattr(stage, "compiled", stage)
+        used = None if mesh is None else mesh_view(mesh).mesh
+        ledger = ledger_of(
+            stage,
+            _name(fn),
+            parameters,
+            results,
+            used,
+            heard.warnings,
+            layouts=found_layouts,
+            of_program=False,
+        )
+        return ledger, stage.as_text() or ""
 
     skeleton, arrays = Skeleton.apart((tuple(args), kwargs))
 
@@ -258,88 +270,46 @@ def _others_call(
     )
 
 
-def _others_ledger(
-    name: str,
-    lowered: Any,
-    parameters: Sequence[Path],
-    results: Sequence[Path],
-    mesh: MeshLike,
-    layouts: Callable[[], Layouts],
-) -> tuple[Ledger, str]:
-    """Compile another library's lowered function, and return the program's ledger and text."""
-    with heard_compiling() as heard:
-        stage = lowered.compile()
-    compiled = getattr(stage, "compiled", stage)
-    used = None if mesh is None else mesh_view(mesh).mesh
-    ledger = ledger_of(
-        compiled,
-        name,
-        parameters,
-        results,
-        used,
-        heard.warnings,
-        layouts=layouts,
-        of_program=False,
-    )
-    return ledger, compiled.as_text() or ""
-
-
 def _parameters(
     fn: Any, lowered: Lowered, positional: int, known: Mapping[Path, Path]
-) -> list[Path]:
-    """Return the path of each array of a call, in JAX's order."""
-    entries, _ = tree_flatten_with_path(lowered.in_avals)
+) -> tuple[list[Path], list[str]]:
+    """Return the path of each array of a call, in JAX's order, and the end of JAX's name for it.
+
+    JAX's name is `params['up']` for the array at `params.up`. If the function's signature does not
+    apply to JAX's trees, only `['up']` is known.
+    """
     # JAX does not record which arguments are static. If some are, paths begin with a position.
     traced = len(lowered.in_avals[0])
     beginnings = _beginnings(fn if traced == positional else None, traced)
-    paths: list[Path] = []
-    for path in (Path.of(path) for path, _ in entries):
+    paths, names = list[Path](), list[str]()
+    for keys, _ in tree_flatten_with_path(lowered.in_avals)[0]:
+        path = Path.of(keys)
         which, first, *rest = path
         beginning = beginnings[first] if which == 0 else (first,)
         paths.append(known.get(path) or Path((*beginning, *rest)))
-    return paths
+        name, *index = beginning
+        if known or traced != positional:
+            name, index = "", []
+        names.append(name + "".join(f"[{i}]" for i in index) + keystr(keys[2:]))
+    return paths, names
 
 
-def _ends_of_names(fn: AnyFunction | None, lowered: Lowered, positional: int) -> list[str]:
-    """Return the end of JAX's name for each array of a call: `['up']` for `params['up']`.
-
-    If the function's signature is known, the list contains the whole names.
-    """
-    traced = len(lowered.in_avals[0])
-    beginnings = _beginnings(fn, traced) if fn is not None and traced == positional else None
-    ends: list[str] = []
-    for path, _ in tree_flatten_with_path(lowered.in_avals)[0]:
-        which, first, *_ = Path.of(path)
-        end = keystr(path[2:])
-        if which == 0 and beginnings is not None:
-            name, *index = beginnings[first]
-            end = name + "".join(f"[{i}]" for i in index) + end
-        ends.append(end)
-    return ends
-
-
-def _used(layouts: Layouts, ends: Sequence[str]) -> list[int]:
+def _used(layouts: Layouts, names: Sequence[str]) -> list[int]:
     """Return the indices of the arrays in a call that its program uses.
 
-    JAX drops unused arrays, so the remaining arrays are recognized by the ends of JAX's names. If
-    the names are ambiguous, the list is empty.
+    JAX drops unused arrays, so the remaining arrays are recognized by their names. If the names are
+    ambiguous, the list is empty.
     """
-    names = [row.name for row in layouts if row.op == ARGUMENT]
-    if len(names) == len(ends):
+    in_program = [row.name for row in layouts if row.op == ARGUMENT]
+    if len(in_program) == len(names):
         return list(range(len(names)))
-    earliest = _earliest(names, ends)
-    backwards = _earliest(names[::-1], ends[::-1])
-    latest = [len(ends) - 1 - i for i in reversed(backwards)]
-    return earliest if earliest == latest else []
-
-
-def _earliest(names: Sequence[str], ends: Sequence[str]) -> list[int]:
-    """Return, for each name in order, the index of the first remaining end that fits the name.
-
-    If no end fits, the index is -1.
-    """
-    left = iter(enumerate(ends))
-    return [next((i for i, end in left if name.endswith(end)), -1) for name in names]
+    used: list[int] = []
+    for name in in_program:
+        end = max(filter(name.endswith, names), key=len, default="")
+        if names.count(end) != 1:
+            return []
+        used.append(names.index(end))
+    return used
 
 
 # The paths of arrays in the call
@@ -386,7 +356,7 @@ class _Given(NamedTuple):
 
     argument: int | str
     path: Path
-    leaf: object
+    leaf: Any
 
 
 def _paths_in_call(
@@ -407,17 +377,31 @@ def _paths_in_call(
         args: the positional arguments of the call.
         kwargs: the keyword arguments of the call.
     """
-    call: list[_Given] = []
-    for i, (beginning, value) in enumerate(zip(_beginnings(fn, len(args)), args, strict=False)):
-        call.extend(_leaves(i, beginning, value))
-    for key in sorted(kwargs):
-        call.extend(_leaves(key, (key,), kwargs[key]))
     # Equinox uses this function to pass the leaves to JAX, in Equinox's own order.
     preprocess = getattr(wrapped, "preprocess", None)
     if preprocess is None:
-        return _by_order(lowered, call)
-    info = getattr(wrapped, "info", None)
-    return _by_identity(fn, call, args, kwargs, lambda *args: preprocess(info, *args))
+        return _by_order(lowered, _given(fn, args, kwargs))
+    # A new array marks each leaf, since one array may be at several paths.
+    args, kwargs = tree_map(lambda x: np.empty(0) if is_array(x) else x, (tuple(args), kwargs))
+    paths = {id(given.leaf): given.path for given in _given(fn, args, kwargs)}
+    # A called module has arrays too. Their paths begin with the name of the first parameter of
+    # `__call__`.
+    fun = getattr(fn, "__wrapped__", None)
+    module, *_ = inspect.signature(type(fun).__call__).parameters
+    for given in _leaves(module, (module,), fun):
+        paths.setdefault(id(given.leaf), given.path)
+    entries, _ = tree_flatten_with_path(
+        (preprocess(getattr(wrapped, "info", None), args, kwargs), {})
+    )
+    return {Path.of(keys): paths[id(x)] for keys, x in entries if is_array(x) and id(x) in paths}
+
+
+def _given(fn: AnyFunction, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> Iterator[_Given]:
+    """Yield the leaves of a call."""
+    for i, (beginning, value) in enumerate(zip(_beginnings(fn, len(args)), args, strict=False)):
+        yield from _leaves(i, beginning, value)
+    for key in sorted(kwargs):
+        yield from _leaves(key, (key,), kwargs[key])
 
 
 def _leaves(argument: int | str, beginning: Beginning, value: Tree) -> Iterator[_Given]:
@@ -425,68 +409,27 @@ def _leaves(argument: int | str, beginning: Beginning, value: Tree) -> Iterator[
         yield _Given(argument, Path((*beginning, *Path.of(path))), leaf)
 
 
-def _by_identity(
-    fn: AnyFunction,
-    call: Sequence[_Given],
-    args: Sequence[Tree],
-    kwargs: Mapping[str, Tree],
-    handed: Callable[[Sequence[Tree], Mapping[str, Tree]], Tree],
-) -> dict[Path, Path]:
-    """Map JAX's paths to the call's paths by comparing the identities of leaves.
-
-    Args:
-        fn: the jitted function.
-        call: the leaves of the call.
-        args: the positional arguments of the call.
-        kwargs: the keyword arguments of the call.
-        handed: a function that returns the tree that JAX gets for given arguments.
-    """
-    paths: dict[int, Path] = {}
-    fun = getattr(fn, "__wrapped__", None)
-    # A called module has arrays too. Their paths begin with the name of the first parameter of
-    # `__call__`.
-    module, *_ = inspect.signature(type(fun).__call__).parameters
-    for given in _leaves(module, (module,), fun):
-        paths.setdefault(id(given.leaf), given.path)
-    # A new array marks each leaf, since one array may be at several paths. Lists of marks replace
-    # the arguments, so that the user's classes are not filled with marks.
-    marks: dict[int | str, list[object]] = {i: [] for i in (*range(len(args)), *kwargs)}
-    for given in call:
-        mark = np.empty(0) if isinstance(given.leaf, jax.Array | np.ndarray) else given.leaf
-        marks[given.argument].append(mark)
-        if mark is not given.leaf:
-            paths[id(mark)] = given.path
-    tree = handed([marks[i] for i in range(len(args))], {key: marks[key] for key in kwargs})
-    in_call: dict[Path, Path] = {}
-    for path, leaf in tree_flatten_with_path((tree, {}))[0]:
-        if id(leaf) in paths:
-            in_call[Path.of(path)] = paths[id(leaf)]
-    return in_call
-
-
-def _by_order(lowered: Lowered, call: Sequence[_Given]) -> dict[Path, Path]:
+def _by_order(lowered: Lowered, call: Iterable[_Given]) -> dict[Path, Path]:
     """Map JAX's paths to the call's paths by position, if both list the leaves in the same order.
 
-    If the orders differ, the map is empty. Paths in Flax's modules can be mapped too, although JAX
-    gets a variable at several paths only once.
+    If the orders differ, the map is empty. Flax passes each array once, and JAX also traces Python
+    numbers, except in static arguments.
     """
     entries, _ = tree_flatten_with_path(lowered.in_avals)
     paths = [Path.of(path) for path, _ in entries]
     wanted = _form([path[:2] for path in paths], [aval for _, aval in entries])
-    # JAX also traces Python numbers, except in static arguments.
-    arrays = [given for given in call if is_array(given.leaf)]
-    traced = [given for given in call if is_array(given.leaf) or isinstance(given.leaf, Number)]
-    for leaves in (traced, arrays, _once(traced), _once(arrays)):
+    traced: list[_Given] = []
+    seen: set[int] = set()
+    for given in call:
+        is_new = is_array(given.leaf) and id(given.leaf) not in seen
+        seen.add(id(given.leaf))
+        if is_new or isinstance(given.leaf, Number):
+            traced.append(given)
+    for leaves in (traced, [given for given in traced if is_array(given.leaf)]):
         # If no form matches, JAX has different leaves, so the paths stay unknown.
         if _form([given.argument for given in leaves], [given.leaf for given in leaves]) == wanted:
             return dict(zip(paths, [given.path for given in leaves], strict=True))
     return {}
-
-
-def _once(given: Sequence[_Given]) -> list[_Given]:
-    """Return the leaves, with each array only at its first path."""
-    first = {id(entry.leaf): entry for entry in reversed(given) if is_array(entry.leaf)}
-    return [entry for entry in given if first.get(id(entry.leaf), entry) is entry]
 
 
 def _form(arguments: Sequence[Hashable], leaves: Sequence[object]) -> tuple[object, ...]:
