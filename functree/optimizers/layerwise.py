@@ -57,8 +57,7 @@ def layerwise(tx: optax.GradientTransformation) -> optax.GradientTransformationE
         FunctreeError: if `tx` is not an optimizer.
         FunctreeError: (when called) if `tx` combines several leaves, some of which are in a stack.
         FunctreeError: (when called) if `tx` draws random numbers.
-        FunctreeError: (when called) if an array of the state does not have the shape that `init`
-            gives it.
+        ValueError: (when called) by `jax.vmap`, if the state is not from this optimizer's `init`.
 
     Examples:
         >>> import optax

@@ -12,8 +12,7 @@ from typing import Any
 import jax
 import optax
 
-from functree.errors import FunctreeValueError, Problem, count
-from functree.labels.leaf import Leaf, array_problem
+from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves, arrays_by_path, read
 from functree.labels.optimizer.followed_parameters import Shape, TrainedModel
 from functree.labels.optimizer.optimizer_state import optimizer_state
@@ -54,33 +53,27 @@ def single_layers(parameters: Leaves) -> TrainedModel:
     return TrainedModel(parameters.skeleton, layers)
 
 
-def layered_state(tx: Any, parameters: Leaves) -> dict[Path, Leaf]:
-    """Return the abstract leaves of the state of a mapped optimizer, by path.
+def state_stacks(tx: Any, parameters: Leaves) -> dict[Path, Shape]:
+    """Return the sizes of the stacks of each array in the state of a mapped optimizer, by path.
 
-    A leaf that follows a parameter in stacks has the stacks' dimensions, followed by its dimensions
-    for one layer.
+    An array that follows a parameter in stacks has the stacks' dimensions, followed by its
+    dimensions for one layer. An array that follows no parameter, such as a count, is not stacked.
     """
     layers = single_layers(parameters)
     with for_layers():
         state = optimizer_state(tx, layers)
-    stacks = {leaf.path: stack_sizes(leaf) for leaf in parameters.leaves}
-    layered: dict[Path, Leaf] = {}
+    stacks: dict[Path | None, Shape] = {x.path: stack_sizes(x) for x in parameters.leaves}
+    of_state: dict[Path, Shape] = {}
     for leaf in state.leaves:
         owner = None if leaf.follows is None else leaf.follows.path
-        # A leaf that follows no parameter, such as a count, is not stacked.
-        stack = () if owner is None else stacks[owner]
-        value = jax.ShapeDtypeStruct((*stack, *leaf.shape), leaf.value.dtype)
-        layered[leaf.path] = leaf._replace(value=value, stacked=len(stack))
-    return layered
+        of_state[leaf.path] = stacks.get(owner, ())
+    return of_state
 
 
 def mapped_init(tx: Any, params: Tree) -> Tree:
     """Initialize an optimizer's state with `init` mapped over the layers of the parameters."""
     leaves = read(params)
-    outputs: dict[Keys, Shape] = {}
-    for path, leaf in layered_state(tx, leaves).items():
-        outputs[path] = stack_sizes(leaf)
-    return _mapped(tx.init, params, list(map(stack_sizes, leaves.leaves)), outputs)
+    return _mapped(tx.init, params, list(map(stack_sizes, leaves.leaves)), state_stacks(tx, leaves))
 
 
 def mapped_update(
@@ -98,17 +91,13 @@ def mapped_update(
             the same path and shape.
 
     Returns:
-        The updates and the new state.
-
-    Raises:
-        FunctreeError: if an array of the state lacks the dimensions of its stack.
+        The updates and the new state. If an array of the state lacks the dimensions of its stack,
+            `jax.vmap` raises an error.
     """
     gradients, parameters = read(updates), read(params)
-    layered = layered_state(tx, gradients if params is None else parameters)
-    in_state = arrays_by_path(state)
-    _check_state(in_state, layered)
+    of_state = state_stacks(tx, gradients if params is None else parameters)
     inputs = list(map(stack_sizes, gradients.leaves))
-    inputs += [stack_sizes(layered[path]) if path in layered else () for path in in_state]
+    inputs += [of_state.get(path, ()) for path in arrays_by_path(state)]
     inputs += map(stack_sizes, parameters.leaves)
     known = {leaf.path: leaf for leaf in (*parameters.leaves, *gradients.leaves)}
     for path, value in arrays_by_path(extra).items():
@@ -119,7 +108,7 @@ def mapped_update(
             inputs.append(stack_sizes(same))
     # The keys are paths in the result, a pair of updates and a state.
     outputs: dict[Keys, Shape] = {(0, *path): stack_sizes(leaf) for path, leaf in known.items()}
-    outputs |= {(1, *path): stack_sizes(leaf) for path, leaf in layered.items()}
+    outputs |= {(1, *path): stack for path, stack in of_state.items()}
     update = optax.with_extra_args_support(tx).update
 
     def run(given: tuple[Tree, Tree, Tree, Mapping[str, Tree]]) -> tuple[Tree, Tree]:
@@ -133,7 +122,7 @@ def _mapped(
     fn: Callable[[Any], Tree],
     tree: Tree,
     stacks: Sequence[Shape],
-    outputs: Mapping[Keys, Shape],
+    outputs: Mapping[Any, Shape],
 ) -> Any:
     """Map a function over the stacks of its inputs, and return its result.
 
@@ -178,22 +167,3 @@ def _axis(stack: Shape, level: tuple[int, int]) -> int | None:
     The dimension is 0, since outer stacks are mapped first.
     """
     return 0 if level in enumerate(stack) else None
-
-
-def _check_state(arrays: Mapping[Path, AnyArray], layered: Mapping[Path, Leaf]) -> None:
-    """Raise FunctreeError for arrays of the state that lack the dimensions of their stacks."""
-    problems: list[Problem] = []
-    for path, array in arrays.items():
-        leaf = layered.get(path)
-        if leaf is not None and leaf.stacked and tuple(array.shape) != leaf.shape:
-            why = f"belongs to the layers of a stack, so its shape must be {list(leaf.shape)}"
-            problems.append(array_problem(path, array, why, _MAKE_STATE))
-    if problems:
-        leaves = count(len(problems), "leaf")
-        raise FunctreeValueError(
-            f"layerwise: {leaves} of the optimizer's state cannot be updated layer by layer",
-            problems,
-        )
-
-
-_MAKE_STATE = "create the state with the same optimizer: `ft.layerwise(tx).init`, not `tx.init`"
