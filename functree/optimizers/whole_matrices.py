@@ -10,14 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from functree.argument_checks import FUNCTION, Takes, check
 from functree.devices.meshes import agreed_mesh, mesh_view
 from functree.devices.specs import of_rank, typed_spec
-from functree.errors import (
-    FunctreeTypeError,
-    FunctreeValueError,
-    Problem,
-    ShardingError,
-    count,
-    did_you_mean,
-)
+from functree.errors import FunctreeTypeError, Problem, ShardingError, count
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves, read
 from functree.labels.optimizer.layers import stack_sizes
@@ -27,6 +20,7 @@ from functree.layout.plan.make_plan import read_for
 from functree.optimizers.exchange import Exchange
 from functree.placing.ambient import ambient_rules
 from functree.placing.constrain import find_mesh, local_view
+from functree.transforms.accumulate.accumulate import check_axes
 from functree.tree.arrays import AnyArray, Tree, value_text
 from functree.tree.paths import Path
 
@@ -68,7 +62,7 @@ def on_whole_matrices(
         FunctreeError: if `over` does not name mesh axes.
         FunctreeError: (when called) if an array is not a matrix.
         FunctreeError: (when called) if `fn` returns a different shape or dtype.
-        FunctreeError: (when called) if the mesh does not have the axes in `over`.
+        ShardingError: (when called) if the mesh does not have the axes in `over`.
         FunctreeError: (when called) if the transform runs inside `ft.layerwise`.
         ShardingError: (when called) if the mesh has Auto axes and there is no layout.
         ShardingError: (when called) if the layout does not fit the parameters.
@@ -130,7 +124,7 @@ def of_each_matrix(
         if mesh is None:
             results = [_alone(leaf, fn) for leaf, fn in matrices]
         else:
-            _check_axes(axes or (), mesh, name)
+            check_axes(name, axes or (), mesh)
             results = _exchanged(matrices, mesh, specs, axes)
         return leaves.skeleton.fill(results), state
 
@@ -294,16 +288,3 @@ def _check_matrices(matrices: Sequence[tuple[Leaf, MatrixFunction]], name: str) 
 
 _NOT_INSIDE = "remove `ft.layerwise`, since `ft.{name}` already treats each layer separately"
 _LEAVE_OUT = "exclude the array with `optax.masked` or `optax.partition`"
-
-
-def _check_axes(axes: Sequence[str], mesh: Mesh | AbstractMesh, name: str) -> None:
-    """Raise a FunctreeError for mesh axes that the mesh does not have."""
-    problems: list[Problem] = []
-    for axis in axes:
-        if axis not in mesh.axis_names:
-            why = f"the mesh {mesh_view(mesh)} has no such axis"
-            why += did_you_mean(axis, mesh.axis_names)
-            remedy = "use an axis that the mesh has"
-            problems.append(Problem(None, None, f"over={axis!r}", why, remedy))
-    if problems:
-        raise FunctreeValueError(f"`ft.{name}`: invalid mesh axes", problems)

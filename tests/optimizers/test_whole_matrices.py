@@ -447,7 +447,7 @@ def of_weights(fn: Any) -> Any:
 REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "no such mesh axis": (
         lambda: muon(over="modle"),
-        ("`ft.muon`: invalid mesh axes", "mesh (data=2, model=4) has no such axis; did you mean `model`?"),
+        ("muon: invalid arguments", "mesh (data=2, model=4) has no such axis; did you mean `model`?"),
     ),
     "no matrix": (
         lambda: ft.on_whole_matrices(polar),

@@ -450,7 +450,7 @@ class Shards:
         mesh = find_mesh(own_meshes(broadcast(layouts, values)), call.leaves.values)
         if mesh is None:
             return None
-        _check_axes(mesh, over)
+        check_axes("accumulate", over, mesh)
         sizes = {axis: size for axis, size in mesh.shape.items() if axis in over and size > 1}
         if not sizes:
             return None
@@ -621,8 +621,14 @@ def _joined(first: PartitionSpec, then: PartitionSpec, ndim: int) -> PartitionSp
     return PartitionSpec(*[entry((*mesh_axes(a), *mesh_axes(b))) for a, b in pairs])
 
 
-def _check_axes(mesh: Mesh | AbstractMesh, over: Sequence[str]) -> None:
-    """Raise ShardingError for mesh axes that the mesh lacks, or that are Manual already."""
+def check_axes(name: str, over: Sequence[str], mesh: Mesh | AbstractMesh) -> None:
+    """Raise ShardingError for mesh axes that the mesh lacks, or that are Manual already.
+
+    Args:
+        name: the name of the function that has the option `over=`, for the message.
+        over: the mesh axes.
+        mesh: the mesh.
+    """
     manual = jax.sharding.get_abstract_mesh().manual_axes
     for axis in over:
         if axis in manual:
@@ -635,4 +641,4 @@ def _check_axes(mesh: Mesh | AbstractMesh, over: Sequence[str]) -> None:
         else:
             continue
         problem = Problem(None, None, f"over={axis!r}", why, remedy)
-        raise ShardingError("accumulate: invalid arguments", [problem])
+        raise ShardingError(f"{name}: invalid arguments", [problem])
