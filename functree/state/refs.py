@@ -1,13 +1,10 @@
 """`StateRef` declares a piece of a module's state."""
 
-import math
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.typing import DTypeLike
 
 from functree.argument_checks import shown
 from functree.errors import StateError, count
@@ -36,7 +33,7 @@ class StateRef(eqx.Module, HoldsState):
 
     Raises:
         StateError: if `init` is neither an array nor a number.
-        StateError: if `init` does not fit into the dtype that JAX gives it.
+        OverflowError: by JAX, if `init` is an integer that does not fit into JAX's default dtype.
         StateError: if `axes` is given, but does not name each dimension of `init`.
 
     Examples:
@@ -65,13 +62,6 @@ class StateRef(eqx.Module, HoldsState):
             raise StateError(
                 f"StateRef({shown(init)}): the initial value must be an array or a number"
             )
-        if not isinstance(init, jax.Array | jax.ShapeDtypeStruct):
-            dtype = jnp.result_type(init)
-            if not holds(dtype, init):
-                raise StateError(
-                    f"StateRef({shown(init)}): the value does not fit into {dtype}: pass an array "
-                    "with a dtype that holds it"
-                )
         if not isinstance(init, jax.ShapeDtypeStruct):
             init = strong(jnp.asarray(init))
         self.init = init
@@ -108,30 +98,6 @@ class StateRef(eqx.Module, HoldsState):
         if self.path is not None:
             where = f"at {self.path}"
         return f"<StateRef {self.dtype}{list(self.shape)} {where}>"
-
-
-def holds(dtype: DTypeLike, value: Any) -> bool:
-    """Return whether a dtype can hold a Python number or the values of a NumPy array.
-
-    Integers must not wrap, and finite numbers must stay finite. JAX checks only some dtypes. For
-    example, it silently wraps values that do not fit into int4, and 64-bit NumPy integers that do
-    not fit into int32.
-    """
-    if jnp.issubdtype(dtype, jnp.integer):
-        limits = jnp.iinfo(dtype)
-        least, most = int(limits.min), int(limits.max)
-    elif jnp.issubdtype(dtype, jnp.inexact):
-        most = float(jnp.finfo(dtype).max)
-        least = -most
-    else:
-        return True
-    for part in (value.real, value.imag):
-        numbers = np.ravel(part)
-        # Only finite numbers are compared. NaN and infinity are accepted for every dtype.
-        numbers = numbers[(numbers == numbers) & (abs(numbers) != math.inf)]
-        if numbers.size and not least <= numbers.min() <= numbers.max() <= most:
-            return False
-    return True
 
 
 def strong(value: Any) -> Any:

@@ -10,16 +10,15 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.tree_util import DictKey, register_pytree_with_keys
-from jax.typing import DTypeLike
 
 from functree.argument_checks import Takes, check_tree, shown
 from functree.errors import StateError, did_you_mean
 from functree.labels.leaf import Leaf, meeting
 from functree.labels.leaves import read
-from functree.state.refs import StateRef, holds, strong
-from functree.tree.arrays import AnyArray, Tree, array_text, is_array
+from functree.state.refs import StateRef, strong
+from functree.tree.arrays import AnyArray, Tree, array_text, is_array, is_key
 from functree.tree.axes import dict_text
-from functree.tree.interfaces import Entry, PackedTree, StateMapping
+from functree.tree.interfaces import Entry, StateMapping
 from functree.tree.nodes import outermost, with_nodes
 from functree.tree.paths import Keys, Path
 
@@ -63,22 +62,17 @@ class State(StateMapping):
         # `jax.tree.map` may have replaced the arrays with other values.
         if not is_array(value):
             return value
-        shape = tuple(value.shape)
-        if shape != key.shape:
+        have, want = array_text(value), array_text(key)
+        if have != want:
             why = _OTHER
             # A value with more leading dimensions is the state of all layers of a stack.
-            if shape[len(shape) - len(key.shape) :] == key.shape:
+            if len(value.shape) > len(key.shape) and value.dtype == key.dtype:
                 why = (
-                    "the state covers all layers, so run them with `stacked.scan(..., state=state)`"
+                    "if it covers all layers of a stack, run them with "
+                    "`stacked.scan(..., state=state)`"
                 )
             raise StateError(
-                f"the state at `{key.path}` has shape {shape}, but its ref declares "
-                f"{key.shape}: {why}"
-            )
-        if value.dtype != key.dtype:
-            have, want = array_text(value), array_text(key)
-            raise StateError(
-                f"the state at `{key.path}` is {have}, but its ref declares {want}: {_OTHER}"
+                f"the state at `{key.path}` is {have}, but its ref declares {want}: {why}"
             )
         return value
 
@@ -87,25 +81,21 @@ class State(StateMapping):
 
         Args:
             ref: the ref whose value is set.
-            value: an array with the ref's shape and dtype, or a Python number that the dtype can
-                hold.
+            value: an array with the ref's shape and dtype, or a Python number, which is converted
+                as `jnp.asarray` converts it.
 
         Raises:
             StateError: if the state has no value for the ref.
             StateError: if the new value and the ref differ in shape or dtype.
-            StateError: if the number does not fit into the dtype.
+            OverflowError: by JAX, if an integer does not fit into the dtype.
         """
         path = self._known(ref)
         new = value
-        if isinstance(value, bool | int | float | complex) and _takes(ref.dtype, value):
-            if not holds(ref.dtype, value):
-                raise StateError(
-                    f"the new value {shown(value)} does not fit into the state at `{path}`, which "
-                    f"is {array_text(ref)}: declare its `StateRef` with a wider dtype"
-                )
-            if isinstance(value, int) and jnp.issubdtype(ref.dtype, jnp.inexact):
-                value = float(value)  # JAX cannot convert integers over 64 bits to bfloat16
-            new = jnp.asarray(value, ref.dtype)
+        if isinstance(value, bool | int | float | complex) and not is_key(ref.dtype):
+            with jax.numpy_dtype_promotion("standard"):
+                # A number does not change the dtype if its kind fits: 1.5 does not fit an integer.
+                if jnp.result_type(value, ref.dtype) == ref.dtype:
+                    new = jnp.asarray(value, ref.dtype)
         if not is_array(new) or tuple(new.shape) != ref.shape or new.dtype != ref.dtype:
             text = array_text(new) if is_array(new) else shown(new)
             raise StateError(
@@ -192,17 +182,6 @@ STATE = Takes(
 _OTHER = "pass the state that `ft.make_state` returned with this model"
 
 
-def _takes(dtype: DTypeLike, number: complex) -> bool:
-    """Return whether a Python number fits a dtype's kind: 1.5 does not fit an integer dtype."""
-    if isinstance(number, bool):  # first, since `bool` is a subclass of `int`
-        return jnp.issubdtype(dtype, jnp.bool_) or jnp.issubdtype(dtype, jnp.number)
-    if isinstance(number, int):
-        return jnp.issubdtype(dtype, jnp.number)
-    if isinstance(number, float):
-        return jnp.issubdtype(dtype, jnp.inexact)
-    return jnp.issubdtype(dtype, jnp.complexfloating)
-
-
 def _flatten(state: State) -> tuple[tuple[AnyArray, ...], tuple[Entry, ...]]:
     entries = state.entries()
     return tuple([state._values[entry.path] for entry in entries]), entries
@@ -221,6 +200,7 @@ def _unflatten(entries: tuple[Entry, ...], values: Iterable[AnyArray]) -> State:
     return State(entries, by_path)
 
 
+# Without the last function, JAX would make the keys in each flattening.
 register_pytree_with_keys(State, _flatten_with_keys, _unflatten, _flatten)
 
 
@@ -239,7 +219,6 @@ def make_state(model: T) -> tuple[T, State]:
 
     Raises:
         StateError: if a ref already has a path.
-        StateError: if a ref is in a packed tree.
         StateError: if two refs have the same path.
         StateError: if the model contains an `eqx.nn.StateIndex`.
 
@@ -277,11 +256,14 @@ def _declared(model: Tree, leaves: Sequence[Leaf]) -> dict[object, Leaf]:
     by_path = {leaf.path: leaf for leaf in leaves}
     twice = {problem.path: problem for problem in meeting(leaves)}
     pieces: dict[object, Leaf] = {}
-    declarations = (StateRef, eqx.nn.StateIndex, PackedTree)
+    declarations = (StateRef, eqx.nn.StateIndex)
     for path, node in outermost(model, lambda _, node: isinstance(node, declarations)):
-        if not isinstance(node, StateRef):
-            _refuse_declaration(path, node)
-            continue
+        if isinstance(node, eqx.nn.StateIndex):
+            raise StateError(
+                f"`{path}` is an `eqx.nn.StateIndex`, whose state is in an `eqx.nn.State`: "
+                "build the model with `eqx.nn.make_with_state` and pass its state, as in "
+                "`TrainState.create(model, tx, state=state)`, or use a layer of `ft.nn`"
+            )
         if node.path is not None:
             raise StateError(
                 f"the StateRef at `{path}` already has the path `{node.path}`: pass the state that "
@@ -299,30 +281,9 @@ def _declared(model: Tree, leaves: Sequence[Leaf]) -> dict[object, Leaf]:
     return pieces
 
 
-def _refuse_declaration(path: Path, node: Tree) -> None:
-    """Raise StateError for an `eqx.nn.StateIndex`, and for a packed tree with refs."""
-    if isinstance(node, eqx.nn.StateIndex):
-        raise StateError(
-            f"`{path}` is an `eqx.nn.StateIndex`, whose state is in an `eqx.nn.State`: "
-            "build the model with `eqx.nn.make_with_state` and pass its state, as in "
-            "`TrainState.create(model, tx, state=state)`, or use a layer of `ft.nn`"
-        )
-    if refs(node):
-        raise StateError(
-            f"{f'`{path}`' if path else 'the model'} is packed, so its refs cannot get paths: "
-            "call `ft.make_state` before you pack it"
-        )
-
-
 def refs(module: Tree) -> list[StateRef]:
     """Return the refs of a module, in the order of its leaves."""
-    found: list[StateRef] = []
-    for _, node in outermost(module, lambda _, node: isinstance(node, (StateRef, PackedTree))):
-        if isinstance(node, StateRef):
-            found.append(node)
-        else:
-            found += refs(node.tree)
-    return found
+    return [ref for _, ref in outermost(module, lambda _, node: isinstance(node, StateRef))]
 
 
 def apart(tree: T, other: Tree) -> T:

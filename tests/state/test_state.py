@@ -186,17 +186,16 @@ def misuses() -> dict[str, tuple[Callable[[], Any], tuple[str, ...]]]:
         "no key": (lambda: keys.set(keyed, 3), ("is key<fry>[], but the new value is 3", keeps)),
         "None": (lambda: state.set(ref, None), ("`a.total`", "new value is None", keeps)),
         "unknown": (lambda: state[other["b"].total], ("no state at `b.total`; did you mean `a.total`?", foreign)),
-        "another shape": (lambda: state[other["a"]["total"]], ("`a.total` has shape (8,)", "ref declares (3,)", foreign)),
+        "another shape": (lambda: state[other["a"]["total"]], ("`a.total` is f32[8]", "ref declares f32[3]", foreign)),
         "another dtype": (lambda: others[number], ("`n` is f32[], but its ref declares i32[]", foreign)),
         "not made": (lambda: state[Counter().calls], ("has no path yet", "`model, state = ft.make_state(model)`")),
         "made twice": (lambda: ft.make_state(model), ("the StateRef at `a.calls` already has the path `a.calls`",)),
-        "stacked": (lambda: layers[stacked.layer.total], ("`layer.total` has shape (3, 8)", "`stacked.scan(")),
+        "stacked": (lambda: layers[stacked.layer.total], ("`layer.total` is f32[3, 8]", "`stacked.scan(")),
         "a text": (lambda: state.set("a.total", 1), ("an `ft.State` takes a `StateRef`, not 'a.total'",)),  # pyright: ignore
         "a number as key": (lambda: state[0], ("an `ft.State` takes a `StateRef`, not 0",)),
         "update": (lambda: state.update({ft.Path(("a", "totl")): 1}), ("`a.totl`; did you mean `a.total`?",)),
         "no array": (lambda: ft.StateRef("text"), ("StateRef('text'): the initial value", "an array or a number")),
         "axes": (lambda: ft.StateRef(jnp.zeros(3), "a b"), ('axes="a b") names 2 dimensions', "has shape (3,)")),
-        "packed": (lambda: ft.make_state([ft.pack(Counter())]), ("`0` is packed", "call `ft.make_state` before you pack it")),
     }  # fmt: skip
 
 
@@ -207,44 +206,26 @@ def test_misuse(name: str):
         misuse()
 
 
-# A dtype, and a Python number for which it has no room.
-NO_ROOM = [
-    ("int32", 2**40), ("int32", 2**2000), ("uint8", -1), ("int4", 300), ("float16", 1e5),
-    ("bfloat16", 2**2000), ("float32", -1e40), ("complex64", 1e40j),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("dtype", "number"), NO_ROOM, ids=str)
-def test_a_number_for_which_the_dtype_has_no_room(dtype: str, number: complex):
+@pytest.mark.parametrize(("dtype", "number"), [("int32", 2**40), ("uint8", -1)], ids=str)
+def test_an_integer_that_does_not_fit_is_jaxs_error(dtype: str, number: int):
     model, state = ft.make_state({"a": ft.StateRef(jnp.zeros((), dtype))})
-    with raises(
-        "the new value ", "does not fit into the state at `a`, which is ", error=ft.StateError
-    ):
+    with pytest.raises(OverflowError):
         state.set(model["a"], number)
+    with pytest.raises(OverflowError):
+        ft.StateRef(2**40)
 
 
 @pytest.mark.parametrize(
     ("dtype", "number"),
     [("uint8", 255), ("int8", -128), ("int4", -8), ("int4", True), ("float16", 65504),
-     ("bfloat16", 2**100), ("float16", float("-inf")), ("float32", float("nan")), ("complex64", 1j)],
+     ("float16", float("-inf")), ("float32", float("nan")), ("complex64", 1j)],
     ids=str,
 )  # fmt: skip
-def test_a_number_for_which_the_dtype_has_room(dtype: str, number: complex):
+def test_a_number_becomes_an_array_of_the_dtype(dtype: str, number: complex):
     model, state = ft.make_state({"a": ft.StateRef(jnp.zeros((), dtype))})
     found = state.set(model["a"], number)["a"]
     assert found.dtype == dtype
     np.testing.assert_array_equal(np.asarray(found.astype("complex64")), np.complex64(number))
-
-
-@pytest.mark.parametrize(
-    ("init", "dtype"),
-    [(2**40, "int32"), (-(2**2000), "int32"), (1e40, "float32"), (1e40j, "complex64"),
-     (np.array([1, -(2**40)]), "int32"), (np.uint64(2**32), "uint32")],
-    ids=str,
-)  # fmt: skip
-def test_an_initial_value_for_which_jax_has_no_dtype(init: Any, dtype: str):
-    with raises("StateRef(", f"the value does not fit into {dtype}", error=ft.StateError):
-        ft.StateRef(init)
 
 
 @pytest.mark.parametrize("state", [None, 3, {}, ft.State], ids=str)
