@@ -15,7 +15,7 @@ from functree.argument_checks import KEY, Takes, check, check_tree
 from functree.calls.program import around
 from functree.devices.meshes import MeshLike, mesh_view
 from functree.devices.placement import check_deleted, explicit_mesh, is_concrete, mesh_of
-from functree.errors import FunctreeValueError, Problem, StateError, count
+from functree.errors import FunctreeValueError, Problem, StateError, count, listed
 from functree.labels.filters import Filter, FilterLike, as_filter
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves, arrays_by_path, read
@@ -304,18 +304,7 @@ def _pieces(state: Tree) -> str:
         return f"a {type(state).__name__}"
     if not state:
         return "an empty State"
-    pieces: list[str] = []
-    for entry in state.entries()[:_PIECES]:
-        text = f"`{entry.path}`"
-        if any(entry.axes):
-            text += f" ({entry.axes})"
-        pieces.append(text)
-    if len(state) > _PIECES:
-        pieces.append(f"{len(state) - _PIECES} more")
-    return f"a State of {', '.join(pieces)}"
-
-
-_PIECES = 6
+    return f"a State of {listed([f'`{path}`' for path in state])}"
 
 
 def _strong(tree: T) -> T:
