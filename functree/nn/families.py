@@ -90,23 +90,6 @@ class ConfigReader:
         texts = [json.dumps(allowed) for allowed in (value, *others)]
         self(name, " or ".join(texts), lambda given: json.dumps(given) in texts, value)
 
-    def agreed(self, what: str, values: Mapping[str, Any], default: Any) -> Any:
-        """Return the value that several fields share, or record a problem if they differ.
-
-        Which of the fields a library reads depends on its version, so the fields must agree.
-
-        Args:
-            what: a name for the value, for messages.
-            values: the value of each field that is present.
-            default: the value if no field is present.
-        """
-        first = next(iter(values), "")
-        for name, value in values.items():
-            if value != values[first]:
-                why = f'it sets a different {what} from "{first}"'
-                self._refuse(f'"{name}"', why, f"give both fields the same {what}")
-        return values.get(first, default)
-
     def unread_problems(self) -> list[Problem]:
         """Return a problem for each field that was not read."""
         problems: list[Problem] = []
@@ -214,30 +197,32 @@ def _rope(read: ConfigReader, default: float) -> dict[str, Any]:
 
     Older files contain `rope_theta` and `rope_scaling` instead.
     """
-    thetas: dict[str, float] = {}
-    scalings: dict[str, Llama3Rope | None] = {}
-    for name in ("rope_parameters", "rope_scaling"):
-        value = read(name, _ROPE, lambda value: value is None or _rotation(value) is not None, None)
-        if value is not None:
-            theta, scalings[name] = _rotation(value) or (None, None)
-            if theta is not None:
-                thetas[name] = theta
-    theta = read.number("rope_theta", default)
-    if read.given.get("rope_theta") == theta:
-        thetas["rope_theta"] = theta
-    return {
-        "rope_theta": read.agreed("rope_theta", thetas, default),
-        "rope_scaling": read.agreed("rope_scaling", scalings, None),
-    }
+    theta, scaling = _rotation(read("rope_parameters", _ROPE, _is_rotation, None)) or _PLAIN
+    if read.given.get("rope_parameters") is None:
+        theta, scaling = _rotation(read("rope_scaling", _ROPE, _is_rotation, None)) or _PLAIN
+        theta = read.number("rope_theta", theta or default)
+        return {"rope_theta": theta, "rope_scaling": scaling}
+    # If a file contains the older fields too, a library's version determines which it reads.
+    theta, same = theta or default, 'the same as in "rope_parameters"'
+    read("rope_theta", same, lambda value: value == theta, None)
+    read("rope_scaling", same, lambda value: _rotation(value) == (None, scaling), None)
+    return {"rope_theta": theta, "rope_scaling": scaling}
 
 
+_PLAIN = None, None
 _ROPE = 'an object with "rope_type": "default" or "llama3", and no fields of other rope types'
 LLAMA_3 = ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
 """The names of a `Llama3Rope`'s fields in a `config.json`, in the class's order."""
 
 
+def _is_rotation(value: Any) -> bool:
+    return _rotation(value) is not None
+
+
 def _rotation(value: Any) -> tuple[float | None, Llama3Rope | None] | None:
     """Return a rotation's base and scaling, or None for an unsupported rotation, such as YaRN."""
+    if value is None:
+        return _PLAIN
     if not isinstance(value, dict):
         return None
     given = dict(value)
@@ -313,14 +298,11 @@ def _qwen3_moe(read: ConfigReader) -> dict[str, Any]:
     # All layers have experts.
     read.only("decoder_sparse_step", 1)
     read.only("mlp_only_layers", [], None)
-    # Newer files use the first name.
-    names = ("num_local_experts", "num_experts")
-    experts = {name: read.size(name, 128) for name in names}
-    given = {name: number for name, number in experts.items() if read.given.get(name) == number}
     return {
         **_qwen(read, "Qwen3Moe", kv_heads=_REQUIRED),
         "qk_norm": True,
-        "experts": read.agreed("number of experts", given, 128),
+        # Newer files use the first name. The shapes of the weights reveal a wrong number.
+        "experts": read.size("num_local_experts", read.size("num_experts", 128)),
         "top_k": read.size("num_experts_per_tok", 8),
         "expert_hidden": read.size("moe_intermediate_size", 768),
         "normalize": read.flag("norm_topk_prob", False),
@@ -463,16 +445,6 @@ CHOSEN = (
     "dot_general",
 )
 
-# Families with experts, and the features that `ft.nn` lacks for them.
-_REFUSED = {
-    "deepseek": "shared experts or dense first layers",
-    "deepseek_v2": (
-        "latent attention, shared experts, groups of experts, `routed_scaling_factor` or dense "
-        "first layers"
-    ),
-}
-_REFUSED["deepseek_v3"] = _REFUSED["deepseek_v2"]
-
 
 def config_from_json(path: str | Path, **fields: Any) -> TransformerConfig:
     """Read the config of a published model.
@@ -496,8 +468,8 @@ def config_from_json(path: str | Path, **fields: Any) -> TransformerConfig:
         >>> config = ft.nn.config_from_json("no such folder")
         Traceback (most recent call last):
             ...
-        functree.errors.FunctreeError: no such folder/config.json: there is no
-        such file
+        functree.errors.FunctreeError: no such folder/config.json cannot be
+        read: No such file or directory
     """
     check("config_from_json: invalid arguments", path=(path, LOCAL_FILE))
     return read_config(path, fields).config
@@ -522,7 +494,12 @@ class PublishedConfig(NamedTuple):
 def read_config(path: str | Path, fields: Mapping[str, Any]) -> PublishedConfig:
     """Read a `config.json`; see `config_from_json` for arguments and errors."""
     file, given = _read_file(path)
-    family = _family(file, given)
+    family = given.get("model_type")
+    if family not in list(families):
+        raise FunctreeValueError(
+            f'{file}: "model_type": {value_text(family)} is not one of {", ".join(families)}. For '
+            "another family, add two functions to `ft.nn.families`"
+        )
     read, options = understood(family, given)
     problems = [*read.problems, *read.unread_problems()]
     for name in fields:
@@ -567,29 +544,11 @@ def _read_file(path: str | Path) -> tuple[Path, dict[str, Any]]:
     if file.suffix != ".json":
         file /= "config.json"
     try:
-        if not file.is_file():
-            raise FunctreeError(f"{file}: there is no such file")
         given = parsed(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise FunctreeError(f"{file} cannot be read: {error}") from error
+        raise FunctreeError(f"{file} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise FunctreeValueError(f"{file} is not JSON: {error}") from None
     if not isinstance(given, dict):
         raise FunctreeValueError(f"{file} must contain a JSON object with the fields of a config")
     return file, given
-
-
-def _family(file: Path, given: Mapping[str, Any]) -> str:
-    """Return the family that a `config.json` names."""
-    name = given.get("model_type")
-    if isinstance(name, str) and name in families:
-        return name
-    if isinstance(name, str) and name in _REFUSED:
-        raise FunctreeValueError(
-            f'{file}: models with "model_type": "{name}" cannot be loaded, because `ft.nn` does '
-            f"not support {_REFUSED[name]}"
-        )
-    raise FunctreeValueError(
-        f'{file}: "model_type": {value_text(name)} is not one of {", ".join(families)}. For '
-        "another family, add two functions to `ft.nn.families`"
-    )
