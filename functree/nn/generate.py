@@ -112,10 +112,9 @@ def generate(
         pad: the token that fills a row after its end.
 
     Returns:
-        The prompts, each followed by its new tokens: an array with `length` more columns than
-        `prompts`. It has the dtype of the prompts, or int32 if that dtype cannot hold all tokens
-        and `pad`. If a row's logits contain a NaN, no token can be chosen. The rest of that row's
-        new tokens are then -1, or the largest number of the dtype if it is unsigned.
+        The prompts, each followed by its new tokens: an int32 array with `length` more columns than
+        `prompts`. If a row's logits contain a NaN, as after a prompt with a token outside the
+        vocabulary, no token can be chosen. The rest of that row's new tokens are then -1.
 
     Raises:
         FunctreeError: if the sequences would be longer than the model's `max_seq`.
@@ -132,7 +131,7 @@ def generate(
     seq, (vocab,) = prompts.shape[1], sizes_of(model.embed, ["vocab"])
     # Stop tokens are kept as Python integers, which do not overflow.
     stops = np.asarray([] if stop is None else stop, object).reshape(-1)
-    problems = _prompt_problems(model, vocab, prompts, length, lengths)
+    problems = _prompt_problems(model, prompts, length, lengths)
     problems += _option_problems(vocab, key, temperature, top_k, top_p, stops, pad)
     if problems:
         right_type = lengths is None or is_integers(lengths)
@@ -151,7 +150,7 @@ def generate(
         # The padding leaves room for the new tokens.
         padded = _padded(prompts, min(_bucket(seq), model.max_seq - length))
     stop_tokens: Any = tuple(map(np.int32, stops))
-    padding: Any = np.asarray(pad, _dtype(prompts, vocab, pad))
+    padding: Any = np.int32(pad)
     tokens = generation(model, padded, ends, sampling, stop_tokens, padding, range(length))
     return _first_columns(tokens, seq + length)
 
@@ -160,7 +159,7 @@ def generate(
 
 
 def _prompt_problems(
-    model: Transformer, vocab: int, prompts: IntArray, length: int, lengths: IntArray | None
+    model: Transformer, prompts: IntArray, length: int, lengths: IntArray | None
 ) -> list[Problem]:
     """Return the problems with prompts and lengths."""
     problems: list[Problem] = []
@@ -179,10 +178,6 @@ def _prompt_problems(
         if not all(0 < size <= seq for size in np.asarray(lengths)):
             why = f"each length must be from 1 to {seq}"
             problems.append(Problem(None, None, f"lengths={lengths}", why))
-    # If the prompts' values are unknown, a token outside the vocabulary gives logits of NaN.
-    if _is_known(prompts) and len(unknown := _outside(_read(prompts, lengths), vocab)):
-        why = f"some tokens are outside the vocabulary of size {vocab}: {_first_few(unknown)}"
-        problems.append(Problem(None, None, "prompts", why))
     return problems
 
 
@@ -197,9 +192,10 @@ def _option_problems(
 ) -> list[Problem]:
     """Return the problems with the options."""
     problems: list[Problem] = []
-    if len(unknown := _outside(stops, vocab)):
-        what, why = f"stop={_first_few(unknown)}", f"stop tokens must be from 0 to {vocab - 1}"
-        problems.append(Problem(None, None, what, why))
+    for stop in stops:
+        if not 0 <= stop < vocab:
+            why = f"stop tokens must be from 0 to {vocab - 1}"
+            problems.append(Problem(None, None, f"stop={stop}", why))
     if not _INT32.min <= pad <= _INT32.max:
         problems.append(Problem(None, None, f"pad={pad}", "it must fit in int32"))
     if temperature and key is None:
@@ -212,42 +208,11 @@ def _option_problems(
     return problems
 
 
-def _read(prompts: IntArray, lengths: IntArray | None) -> np.ndarray:
-    """Return the tokens of known prompts, without their padding if `lengths` is known."""
-    tokens = np.asarray(prompts)
-    if lengths is None or not is_integers(lengths) or not _is_known(lengths):
-        return tokens
-    if lengths.shape != tokens.shape[:1]:
-        return tokens
-    return tokens[np.arange(tokens.shape[1])[None] < np.asarray(lengths)[:, None]]
-
-
-def _outside(tokens: np.ndarray, vocab: int) -> np.ndarray:
-    """Return the tokens outside a vocabulary."""
-    # NumPy cannot compare dtypes of less than a byte, such as int4, with larger numbers.
-    if tokens.dtype.itemsize < 8:
-        tokens = tokens.astype(np.int64)
-    return np.unique(tokens[(tokens < 0) | (tokens >= vocab)])
-
-
-def _first_few(tokens: np.ndarray) -> str:
-    return ", ".join(map(str, tokens[:5].tolist())) + ", …" * (len(tokens) > 5)
-
-
 def _is_known(x: IntArray) -> bool:
     """Return whether an array is not traced, and all of its values are in this process."""
     if isinstance(x, np.ndarray):
         return True
     return not isinstance(x, Tracer) and x.is_fully_addressable
-
-
-def _dtype(prompts: IntArray, vocab: int, pad: int) -> np.dtype:
-    """Return the dtype of the result."""
-    own = jnp.iinfo(prompts.dtype)
-    # The dtype must hold one number more than there are tokens, since the largest number of an
-    # unsigned dtype means -1.
-    holds_all = vocab <= own.max and own.min <= pad <= own.max
-    return np.dtype(prompts.dtype) if holds_all else np.dtype(np.int32)
 
 
 # The functions below use NumPy. With JAX, each would compile a program per prompt length.
@@ -297,13 +262,13 @@ def generation(
 ) -> Int[Array, "batch _"]:
     """Continue the prompts in one program.
 
-    Each row of the result contains the prompt, the new tokens, then padding, in the dtype of `pad`.
+    Each row of the result contains the prompt, the new tokens, then padding.
     """
     # On Explicit axes, prompts may arrive with a sharded sequence that no rule asks for.
     prompts, seq = gather_last(prompts), prompts.shape[1]
-    length, dtype = len(new_tokens), pad.dtype
-    # In this program, all tokens are int32, so that no token overflows.
-    prompts, lengths, pad = as_int32(prompts), as_int32(lengths), as_int32(pad)
+    length = len(new_tokens)
+    # All tokens are int32, so that no token overflows.
+    prompts, lengths = as_int32(prompts), as_int32(lengths)
     if not lengths.ndim:
         lengths = lengths + 0 * prompts[:, 0]  # sharded like the prompts, even on Explicit axes
     # `generate` does not check traced lengths. An invalid length gives a row whose new tokens are
@@ -313,10 +278,7 @@ def generation(
     last, new = _read_prompts(model, prompts, given)
     with unsharded_sequence():
         tokens = _continued(model, last, new, lengths, sampling, stops, pad, (seq, length))
-    # A cast to an unsigned dtype turns -1 into the dtype's largest number.
-    return on_shards(_appended, [prompts, tokens, lengths], ["batch _", "batch _", "batch"]).astype(
-        dtype
-    )
+    return on_shards(_appended, [prompts, tokens, lengths], ["batch _", "batch _", "batch"])
 
 
 def _zeroed(

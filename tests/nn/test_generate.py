@@ -128,27 +128,6 @@ def test_one_compilation_for_prompts_of_a_bucket() -> None:
             )
 
 
-# The dtype of the prompts, the size of the vocabulary, `pad` ─► the dtype of the result. It holds
-# all tokens, `pad`, and a number that is no token.
-DTYPES = [
-    ("uint8", 255, 0, "uint8"),
-    ("uint8", 256, 0, "int32"),
-    ("uint8", 96, -1, "int32"),
-    ("int8", 127, -1, "int8"),
-    ("uint32", 300, 0, "uint32"),
-    ("uint32", 300, -1, "int32"),
-]
-
-
-@pytest.mark.parametrize(("dtype", "vocab", "pad", "expected"), DTYPES, ids=str)
-def test_the_dtype_of_the_result(dtype: str, vocab: int, pad: int, expected: str) -> None:
-    prompts = PROMPTS.astype(dtype)
-    config = ft.nn.TransformerConfig(**{**SIZES, "vocab_size": vocab, "embed": 4})
-    own = ft.abstract(ft.nn.Transformer.create)(config, key=jax.random.key(0))
-    tokens = jax.eval_shape(functools.partial(ft.nn.generate, pad=pad, length=2), own, prompts)
-    assert tokens.dtype == expected
-
-
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])
 def test_tokens_of_a_larger_vocabulary_than_the_dtype_of_the_prompts(dtype: str) -> None:
     config = ft.nn.TransformerConfig(**{**SIZES, "vocab_size": 300}, max_seq=64)
@@ -180,25 +159,21 @@ def test_a_cache_counts_in_any_integers(dtype: str) -> None:
 # Rows without a next token
 
 
-@pytest.mark.parametrize("dtype", ["int32", "uint8"])
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
-def test_logits_that_are_nan_give_no_tokens(dtype: str, temperature: float) -> None:
+def test_logits_that_are_nan_give_no_tokens(temperature: float) -> None:
     """A single one too; and the other rows go on."""
     own = eqx.tree_at(
         lambda m: m.embed.weight, model("llama"), replace_fn=lambda w: w.at[7].set(jnp.nan)
     )
-    prompts = np.array([[1, 2, 3], [4, 7, 5]], dtype)
+    prompts = np.array([[1, 2, 3], [4, 7, 5]], "uint8")
     options: Any = {"temperature": temperature, "key": jax.random.key(0)}
     tokens = np.asarray(ft.nn.generate(own, prompts, 3, **options))
-    assert tokens[1, 3:].tolist() == [np.array(-1).astype(dtype)] * 3
+    assert tokens.dtype == "int32" and tokens[1, 3:].tolist() == [-1] * 3
     assert (tokens[0] < 96).all()
     broken = eqx.tree_at(
         lambda m: m.unembed.weight, model("llama"), replace_fn=lambda w: w.at[0, 5].set(jnp.nan)
     )
-    assert (
-        np.asarray(ft.nn.generate(broken, prompts, 3, **options))[0, 3:].tolist()
-        == [np.array(-1).astype(dtype)] * 3
-    )
+    assert ft.nn.generate(broken, prompts, 3, **options)[0, 3:].tolist() == [-1] * 3
 
 
 def test_lengths_and_tokens_in_a_trace() -> None:
@@ -322,8 +297,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"top_k": 3}, "top_k=3  it has no effect at temperature 0, which chooses the likeliest token"),
     ({"lengths": np.array([0, 9])}, "each length must be from 1 to 9"),
     ({"lengths": [3, 4]}, "lengths=[3, 4]  it must be an array of integers of shape (2,), with one length for each prompt"),
-    ({"prompts": PROMPTS + 95}, "some tokens are outside the vocabulary of size 96: "),
-    ({"prompts": -PROMPTS}, "prompts some tokens are outside the vocabulary of size 96: -"),
     ({"stop": [3, 96]}, "stop=96  stop tokens must be from 0 to 95"),
     ({"pad": 2**31}, f"pad={2**31}  it must fit in int32"),
     ({"stop": "end"}, "it must be a token, or several tokens"),
