@@ -1,7 +1,6 @@
 """`cross_entropy` computes a language model's mean loss without an array of all logits."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import equinox as eqx
@@ -35,7 +34,15 @@ from functree.nn.activations import (
     specs_of,
 )
 from functree.nn.attention.layer import Positions, Segments
-from functree.nn.transformer import TOKENS, Head, Model, Tokens, Transformer, check_tokens
+from functree.nn.transformer import (
+    TOKENS,
+    Head,
+    Model,
+    Tokens,
+    Transformer,
+    check_tokens,
+    logits_of,
+)
 from functree.nn.weights import accumulator, as_int32
 from functree.placing.ambient import has_axis_rules, spec
 from functree.transforms.compiled_once import compiled_once
@@ -104,11 +111,8 @@ def cross_entropy(
     if not is_integers(targets) or targets.shape != tokens.shape:
         why = f"they must be integers with the shape of the tokens, {tokens.shape}"
         problems.append(Problem(None, None, f"targets={shown(targets)}", why))
-    if mask is not None and getattr(mask, "shape", None) != tokens.shape:
-        why = f"it must be an array with the shape of the tokens, {tokens.shape}"
-        problems.append(Problem(None, None, f"mask={shown(mask)}", why))
-    elif mask is not None and not _is_real(mask):
-        why = "it must be an array of booleans or real numbers"
+    if mask is not None and not (_is_real(mask) and mask.shape == tokens.shape):
+        why = f"it must have booleans or real numbers, and the shape of the tokens, {tokens.shape}"
         problems.append(Problem(None, None, f"mask={shown(mask)}", why))
     if problems:
         right_type = is_integers(targets) and (mask is None or _is_real(mask))
@@ -144,8 +148,7 @@ def _mean(
     weights = jnp.ones(tokens.shape, jnp.float32) if mask is None else mask.astype(jnp.float32)
     # With a negative weight, the loss would be divided by too small a count.
     weights = jnp.where(weights >= 0, weights, jnp.nan)
-    loss = partial(_sum, chunk, z_loss)
-    total = _on_batches(loss, model.head, x, as_int32(targets), weights)
+    total = _on_batches(model.head, x, as_int32(targets), weights, chunk, z_loss)
     count = weights.sum()
     # JAX differentiates both branches of a `where`: 0 / 0 here would make the gradients NaN.
     return jnp.where(count == 0, 0, total / jnp.where(count == 0, 1, count)) + added
@@ -170,24 +173,13 @@ def _is_real(value: object) -> bool:
     return any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating))
 
 
-Loss = Callable[
-    [
-        Head,
-        Float[Array, "*batch seq embed"],
-        Int[Array, "*batch seq"],
-        Float[Array, "*batch seq"],
-    ],
-    Float[Array, ""],
-]
-"""The sum of the losses, as a function of the head, vectors, targets and weights."""
-
-
 def _on_batches(
-    loss: Loss,
     head: Head,
     x: Float[Array, "*batch seq embed"],
     targets: Int[Array, "*batch seq"],
     weights: Float[Array, "*batch seq"],
+    chunk: int,
+    z_loss: float,
 ) -> Float[Array, ""]:
     """Compute the loss on each device for its own batches and its own part of the sequence.
 
@@ -199,7 +191,7 @@ def _on_batches(
     arrays, static = eqx.partition(head, eqx.is_array)
 
     def of_arrays(arrays: Head, *parts: Array) -> Array:
-        return loss(eqx.combine(arrays, static), *parts)
+        return _sum(chunk, z_loss, eqx.combine(arrays, static), *parts)
 
     def of_batches(arrays: Head, *parts: Array) -> Array:
         # The arrays are marked as different on each device, so each device sums gradients over its
@@ -285,7 +277,7 @@ def _of_chunk(
     head, x = given
     # The logits have the shape (*batch, seq, vocab). They are cast after the product: otherwise
     # exponentials of bfloat16 logits would be summed over the vocabulary with 8 bits of precision.
-    logits = head(x).astype(jnp.float32)
+    logits = logits_of(head, x).astype(jnp.float32)
     log_total = jax.nn.logsumexp(logits, axis=-1)
     # The logit of the target is computed as a masked sum: the vocabulary may be sharded, and
     # indexing would gather the logits.

@@ -33,28 +33,11 @@ from functree.nn.moe.router import MoELosses
 from functree.nn.norm import RMSNorm
 from functree.nn.weights import Initializer, fan_in, small_normal
 from functree.transforms.remat import REMAT, Remat
-from functree.transforms.stacked import ScanOptions, Stacked, stack
+from functree.transforms.stacked import Stacked, stack
 from functree.tree.interfaces import Matrices
 
 Tokens = Int[Array, "*batch seq"]
-
-
-class Head(eqx.Module):
-    """A head that computes next-token logits with an embedding's table or a linear layer.
-
-    Args:
-        weights: an embedding, or a linear layer.
-    """
-
-    weights: Embedding | Linear
-
-    def __call__(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq vocab"]:
-        """Compute the logits from the output of `Transformer.features`, in the same dtype."""
-        if isinstance(self.weights, Embedding):
-            logits = self.weights.logits(x)
-        else:
-            logits = self.weights(x)
-        return activation(logits, "batch seq vocab")
+Head = Embedding | Linear
 
 
 class Transformer(eqx.Module, ShownByPlan):
@@ -307,8 +290,8 @@ class Transformer(eqx.Module, ShownByPlan):
             >>> x.shape, model.logits(x).shape
             ((1, 3, 8), (1, 3, 100))
         """
-        x, given, options = self._scan_inputs(tokens, positions, segments, in_order)
-        return self.norm(self.blocks.scan(x, *given, **options))
+        x = self._scanned(self.blocks, tokens, positions, segments, in_order)
+        return self.norm(x)
 
     def features_with_losses(
         self,
@@ -318,9 +301,8 @@ class Transformer(eqx.Module, ShownByPlan):
         in_order: bool = True,
     ) -> tuple[Float[Array, "*batch seq embed"], MoELosses]:
         """Compute the features, and the losses of the experts; see `with_losses`."""
-        x, given, options = self._scan_inputs(tokens, positions, segments, in_order)
         blocks = dataclasses.replace(self.blocks, layer=self.blocks.layer.with_losses)
-        x, each = blocks.scan(x, *given, collect=True, **options)
+        x, each = self._scanned(blocks, tokens, positions, segments, in_order, collect=True)
         return self.norm(x), MoELosses(*(loss.sum() for loss in each))
 
     def features_with_cache(
@@ -348,10 +330,16 @@ class Transformer(eqx.Module, ShownByPlan):
         )
         return self.norm(x), new
 
-    def _scan_inputs(
-        self, tokens: Tokens, positions: Positions, segments: Segments, in_order: bool
-    ) -> tuple[Float[Array, "*batch seq embed"], list[Any], ScanOptions]:
-        """Return the first block's input, each block's other arguments, and the scan's options."""
+    def _scanned(
+        self,
+        blocks: Stacked[Any],
+        tokens: Tokens,
+        positions: Positions,
+        segments: Segments,
+        in_order: bool,
+        collect: bool = False,
+    ) -> Any:
+        """Apply blocks to the vectors of the tokens, and return the result of the scan."""
         check_tokens(self.max_seq, tokens, positions, segments, in_order)
         x = activation(self.embed(tokens), "batch seq embed")
         if self.microbatches is not None and positions is not None:
@@ -363,14 +351,13 @@ class Transformer(eqx.Module, ShownByPlan):
         by_row = tuple(i for i, argument in enumerate(given) if argument is not None)
         if not in_order:
             given.append(False)
-        return (
+        return blocks.scan(
             x,
-            given,
-            {
-                "remat": self.remat,
-                "microbatches": self.microbatches,
-                "divided": by_row,
-            },
+            *given,
+            collect=collect,
+            remat=self.remat,
+            microbatches=self.microbatches,
+            divided=by_row,
         )
 
     def logits(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq vocab"]:
@@ -379,12 +366,18 @@ class Transformer(eqx.Module, ShownByPlan):
         Raises:
             ShardingError: if the ambient rules do not fit the activations.
         """
-        return self.head(*inputs(x, "vocab"))
+        return logits_of(self.head, *inputs(x, "vocab"))
 
     @property
-    def head(self) -> "Head":
-        """The head that computes the logits, without the rest of the model."""
-        return Head(self.embed if self.unembed is None else self.unembed)
+    def head(self) -> Head:
+        """The layer that computes the logits: `unembed`, or `embed` if there is none."""
+        return self.embed if self.unembed is None else self.unembed
+
+
+def logits_of(head: Head, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq vocab"]:
+    """Compute next-token logits with an embedding's table or a linear layer."""
+    logits = head.logits(x) if isinstance(head, Embedding) else head(x)
+    return activation(logits, "batch seq vocab")
 
 
 # Arguments
