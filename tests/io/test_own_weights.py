@@ -72,9 +72,6 @@ NAMES: dict[str, tuple[Any, dict[str, str], dict[tuple[Any, ...], str]]] = {
     "a number is none of a text": (
         {"a": [0], "b": {"c": 0}}, {"*.{i}": "l.{i}.*", "b.*": "b.*"}, {("a", 0): "l.0.a", ("b", "c"): "b.c"}
     ),
-    "a function": (
-        {"a": [0, 0]}, {"*.{i}": lambda name, i: f"l.{1 - i}.{name}"}, {("a", 0): "l.1.a", ("a", 1): "l.0.a"}
-    ),
 }  # fmt: skip
 
 
@@ -329,7 +326,7 @@ GIVEN |= tensors(sizes__0=(8, 4), sizes__1=(4, 8), e=(8, 8))
 GIVEN["l.1.h"] = np.zeros((8, 4), np.float16)
 GIVEN["l.0.h"] = np.zeros((8, 4), np.float32)
 ALL = ["l.*", "qkv", "big", "[se]*"]
-CORRECT = "correct the name in `table`, or the shape in `like`"
+CORRECT = "correct the name in `table` (`.T` transposes the tensor), or the shape in `like`"
 PARTS = "write `[0/3]` for the first of 3 parts, or `[0:2/4]` for the first two of 4"
 CAST = "pass `cast=True` to convert the tensor to f32"
 NUMBERS = 'name the numbers in the pattern, as in `"blocks.{i}.{j}.w": "layers.{2*i+j}.w"`'
@@ -337,22 +334,22 @@ NO_ARITHMETIC = "`{}` is not integer arithmetic with `layer`, `expert` and the p
 NO_PARTS = "the range is empty, or exceeds the 3 parts, which are numbered from 0"
 # A table and what is left out, for `x.0` and `x.1` (8, 4) ─► where something is wrong, what, and what
 # to do.
-REFUSED: dict[str, tuple[dict[str, Any], list[str], list[tuple[str, str, str]]]] = {
+REFUSED: dict[str, tuple[dict[str, str], list[str], list[tuple[str, str, str]]]] = {
     "the transpose": (
         {"x.*": "l.*.t"}, ALL,
-        [("x.0, x.1", "the files have `l.*.t` as f32[4, 8], not as f32[8, 4]", f'if the tensor\'s dimensions are in the opposite order, write "x.*": "l.*.t.T"\n{CORRECT}')],
+        [("x.0, x.1", "the files have `l.*.t` as f32[4, 8], which does not fit f32[8, 4]", CORRECT)],
     ),
     "another shape": (
         {"x.0": "l.0.w", "x.1": "big"}, ["l.*", "qkv", "[se]*"],
-        [("x.1", "the files have `big` as f32[9, 9], not as f32[8, 4]", CORRECT)],
+        [("x.1", "the files have `big` as f32[9, 9], which does not fit f32[8, 4]", CORRECT)],
     ),
     "another dtype of one layer": (
         {"x.*": "l.*.h"}, ALL,
-        [("x.1", "the files have `l.1.h` as f16[8, 4], not as f32", CAST)],
+        [("x.1", "the files have `l.*.h` as f16[8, 4], not as f32", CAST)],
     ),
     "a part that does not fit": (
         {"x.0": "l.0.w", "x.1": "qkv[0/3].T"}, ["l.*", "big", "[se]*"],
-        [("x.1", "the files have `qkv[0/3].T` as f32[24, 8], but the part must be f32[4, 8]", CORRECT)],
+        [("x.1", "the files have `qkv[0/3].T` as f32[24, 8], which does not fit f32[8, 4]", CORRECT)],
     ),
     "a part that cannot be": (
         {"x.*": "qkv[3/3]"}, ALL,
@@ -365,15 +362,14 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], list[tuple[str, str, str]]]]
     "a name that no file has": (
         {"x.*": "l.*.tt"}, ALL,
         [
-            ("x.0", "the files have no `l.*.tt`; expected f32[8, 4]", f"did you mean `l.0.t` instead of `l.0.tt`?\n{CORRECT}"),
-            ("x.1", "the files have no `l.*.tt`; expected f32[8, 4]", CORRECT),
+            ("x.0, x.1", "the files have no `l.*.tt`", CORRECT),
         ],
     ),
     "no name": (
         {"x.0": "l.0.w"}, ["*t", "*h", "qkv", "big", "[se]*"],
         [
-            ("x.1", "no pattern in `table` matches it", 'add a row, such as "x.*": "l.*.w"'),
-            ("l.1.w", "no array uses this tensor", 'add rows for these tensors to `table`, or pass left_out=["l.1.w"]'),
+            ("x.1", "no pattern in `table` matches it", "add a row for this array to `table`"),
+            ("l.1.w", "no array uses this tensor", "add rows for these tensors to `table`, or pass `left_out=`"),
         ],
     ),
     "a number that the pattern lacks": (
@@ -383,24 +379,14 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], list[tuple[str, str, str]]]]
     "a division by zero": (
         {"x.{i}": "l.{1//i}.w"}, ALL,
         [
-            ("x.0", "the files have no `l.{1//0}.w`; expected f32[8, 4]", f"did you mean `l.1.w` instead of `l.{{1//0}}.w`?\n{CORRECT}"),
-        ],
-    ),
-    "functions of nothing": (
-        {"x.0": lambda: 3, "x.{i}": lambda i: f"qkv.{{j}}[{i + 2}/3]"}, ALL,
-        [
-            ('"x.0": <lambda>', "the function returned 3 instead of a name", ""),
-            ('"x.{i}": <lambda>', NO_PARTS, PARTS),
-            ('"x.{i}": <lambda>', NO_ARITHMETIC.format("{j}"), NUMBERS),
+            ("x.0", "the files have no `l.{1//0}.w`", CORRECT),
         ],
     ),
     "patterns for nothing": (
         {"x.*": "l.*.w", "y.*": "l.*.t", "x.1": "l.1.t"}, [*ALL, "l.*.hh", "l.0.w"],
         [
-            ('"y.*": "l.*.t"', "matches no array; did you mean `x.*`?", ""),
-            ('"x.1": "l.1.t"', "matches only arrays that earlier patterns match", "write the narrower pattern first"),
-            ('left_out "l.*.hh"', "matches no tensor in the files; did you mean `l.*.h`?", ""),
-            ('left_out "l.0.w"', "matches only tensors that are read: remove the pattern", ""),
+            ('"y.*": "l.*.t", "x.1": "l.1.t"', "matches no array that earlier patterns do not match", "correct or remove the pattern, or move it up"),
+            ('left_out "l.*.hh", left_out "l.0.w"', "matches no tensor that is not read", "correct or remove the pattern"),
         ],
     ),
 }  # fmt: skip
@@ -429,15 +415,14 @@ def test_a_tensor_in_another_order_is_refused(
     tmp_path: Path, shape: tuple[int, ...], stored: tuple[int, ...], name: str
 ) -> None:
     file = saved(tmp_path, tensors(qkv=stored))
-    why = f"the files have `{name}` as f32[{stored[0]}, {stored[1]}]"
-    with raises(why, "Try: load an array with the tensor's shape"):
+    with raises(f"the files have `{name}` as f32{list(stored)}, which does not fit"):
         ft.load_tensors(file, abstract(x=shape), {"x": name}, P(), MESH)
 
 
 STACKED: dict[str, tuple[dict[str, Any], dict[str, str], list[str]]] = {
     "a layer that is missing": (
         abstract(x=(3, 8, 4)), {"x": "l.{layer}.w"},
-        ["x   f32[3, 8, 4]", "the files have no `l.2.w`", "did you mean `l.", "instead of `l.2.w`?"],
+        ["x   f32[3, 8, 4]", "the files have no `l.2.w`"],
     ),
     "no dimension of layers": (
         abstract(x=()), {"x": "l.{layer}.w"}, ["its name `l.{layer}.w` stands for several tensors"]
@@ -447,7 +432,7 @@ STACKED: dict[str, tuple[dict[str, Any], dict[str, str], list[str]]] = {
     ),
     "experts that are joined": (
         Experts(S((2, 4, 8), "float32")), {"up": "e.T"},  # type: ignore[arg-type]
-        ["`e.T` as f32[8, 8], not as f32[2, 8, 4]", 'if the tensor\'s dimensions are in the opposite order, write "up": "e"'],
+        ["`e.T` as f32[8, 8], which does not fit f32[2, 4, 8]"],
     ),
     "a random key": (
         {"x": jax.random.key(0)}, {"x": "big"}, ["x   key<fry>[]", "is a random key, which cannot be read from a tensor"]
@@ -472,7 +457,6 @@ def test_a_hundred_layers_are_one_line(tmp_path: Path) -> None:
     assert len(str(caught.value).splitlines()) < 20
     for many in ("99 similarly named tensors", "1 similarly named tensor"):
         assert f"no array uses this tensor or {many}" in str(caught.value)
-    assert 'add a row, such as "*.w": "l.*.w.T"' in str(caught.value)
     assert len(caught.value.problems) == 202
 
 

@@ -36,18 +36,6 @@ def joined_as(shape: Sequence[int], stored: Sequence[int]) -> tuple[int, ...] | 
     return None if sizes else tuple(joined)
 
 
-def with_joined_heads(shape: Sequence[int], axes: Sequence[str | None]) -> list[int]:
-    """Join `head_dim` with the dimension before it in a shape, as published models do."""
-    sizes: list[int] = []
-    for size, axis in zip(shape, axes, strict=True):
-        # If `head_dim` comes first, the array is the scale of a norm over one head.
-        if axis == "head_dim" and sizes:
-            sizes[-1] *= size
-        else:
-            sizes.append(size)
-    return sizes
-
-
 class TensorForm(NamedTuple):
     """The form in which a tensor in a file stores an array.
 

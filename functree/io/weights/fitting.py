@@ -1,7 +1,5 @@
 """`fitted` finds the tensors that hold each array, and lists all problems."""
 
-import json
-import math
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -12,33 +10,15 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from functree.errors import MAX_PATHS, Problem, count, did_you_mean, listed, nearest
+from functree.errors import Problem, count, listed
 from functree.io.casts import Loss, cast_on_host, lost_on_host
 from functree.io.laid_out import ENABLE, is_enabled, not_enabled
-from functree.io.weights.blocks import TensorForm, with_joined_heads
+from functree.io.weights.blocks import TensorForm
 from functree.io.weights.files import Tensor
-from functree.io.weights.table import WHOLE, Named, TensorName, row_text
+from functree.io.weights.table import Named, TensorName
 from functree.labels.leaf import Leaf
 from functree.tree.arrays import array_text, dtype_text, is_key
-from functree.tree.paths import Path, part_text
-
-
-class Fault(NamedTuple):
-    """A reason why an array cannot be read.
-
-    Attributes:
-        why: the reason, with `{}` for a name.
-        name: the tensors' names, for `{}`.
-        row: the name in the table's row, for `{}` if all arrays of the row have the same faults.
-        remedy: the change that fixes the fault.
-        missing: the name of the first missing tensor; empty if no tensor is missing.
-    """
-
-    why: str
-    name: str
-    row: str
-    remedy: str
-    missing: str = ""
+from functree.tree.paths import Path
 
 
 class Terms(NamedTuple):
@@ -50,8 +30,7 @@ class Terms(NamedTuple):
             "cast", tensors are cast to the dtypes in `like`.
         dtype: the remedy for a tensor with a different dtype.
         misfit: the remedy for a tensor that is missing or has a different shape.
-        unread: the beginning of the remedy for tensors that no array uses, before the list of
-            their names. If it is empty, there is no remedy.
+        unread: the remedy for tensors that no array uses.
         lost: the remedy for values that a dtype cannot hold.
     """
 
@@ -146,84 +125,45 @@ class Weight(NamedTuple):
         stored = self.tensors[self.names[0]].shape
         return TensorForm.fitting(self.shape, stored, self.row.name, self.kept)
 
-    def faults(self) -> Iterator[Fault]:
+    def problems(self) -> Iterator[Problem]:
         """Yield the reasons why the array cannot be read."""
-        if missing := [one for one in self.names if one not in self.tensors]:
-            yield self._missing(missing)
+        if missing := [name for name in self.names if name not in self.tensors]:
+            called = TensorName.parse(self._called(missing)).name
+            yield self.leaf.problem(f"the files have no `{called}`", self.terms.misfit)
             return
-        by_type: dict[tuple[tuple[int, ...], np.dtype], list[str]] = defaultdict(list)
-        for one in self.names:
-            by_type[self.tensors[one].shape, self.tensors[one].dtype].append(one)
-        for own in by_type.values():
-            misfit = self._misfit(self.tensors[own[0]])
+        alike: dict[tuple[tuple[int, ...], np.dtype], list[str]] = defaultdict(list)
+        for name in self.names:
+            alike[self.tensors[name].shape, self.tensors[name].dtype].append(name)
+        for names in alike.values():
+            tensor = self.tensors[names[0]]
+            misfit = self._misfit(tensor)
             if misfit is not None:
-                name = row = listed(own)
-                if len(own) == len(self.names):
-                    name, row = self.row.text, self.row.row
                 why, remedy = misfit
-                yield Fault(why, name, row, remedy)
+                found = f"the files have `{self._called(names)}` as {array_text(tensor)}"
+                yield self.leaf.problem(found + why, remedy)
 
-    def _missing(self, missing: Sequence[str]) -> Fault:
-        """Return the fault for missing tensors."""
-        name = row = listed(missing)
-        if len(missing) == len(self.names):
-            name, row = self.row.name.name, TensorName.parse(self.row.row).name
-        why = f"the files have no `{{}}`; expected {self._expected()}"
-        return Fault(why, name, row, self.terms.misfit, missing[0])
+    def _called(self, names: Sequence[str]) -> str:
+        """Return how a message names some of the array's tensors.
+
+        If the table's row has wildcards, `*` replaces the numbers in the name, so that a message
+        shows a problem of all layers only once.
+        """
+        if len(names) < len(self.names):
+            return listed(names)
+        return self.row.text if self.row.text == self.row.row else _of_any_number(self.row.text)
 
     def _misfit(self, tensor: Tensor) -> tuple[str, str] | None:
         """Return why a tensor does not fit the array, and a remedy, or None if it fits."""
-        found = f"the files have `{{}}` as {array_text(tensor)}"
         dtypes, wanted = self.terms.dtypes, dtype_text(self.dtype)
         if self.form() is None or tensor.shape != self.tensors[self.names[0]].shape:
-            hint = self._transposed(tensor.shape) or self._other_order(tensor.shape)
-            remedy = "\n".join(filter(None, (hint, self.terms.misfit)))
-            is_part = self.row.name.part != WHOLE
-            than = ", but the part must be " if is_part else ", not as "
-            return found + than + self._expected(), remedy
+            return f", which does not fit {wanted}{list(self.shape)}", self.terms.misfit
         if dtypes == "like" and tensor.dtype != self.dtype:
-            return f"{found}, not as {wanted}", self.terms.dtype.format(dtype=wanted)
+            return f", not as {wanted}", self.terms.dtype.format(dtype=wanted)
         if dtypes == "files" and tensor.dtype != self.dtype:
-            why = f"its tensors have different dtypes: {found}, but the first tensor is {wanted}"
-            return why, self.terms.dtype
+            return f", but the array's first tensor as {wanted}", self.terms.dtype
         if dtypes == "files" and not is_enabled(tensor.dtype):
-            return f"{found}: {not_enabled(tensor.dtype)}", f"{ENABLE}\n{self.terms.dtype}"
+            return f": {not_enabled(tensor.dtype)}", f"{ENABLE}\n{self.terms.dtype}"
         return None
-
-    def _expected(self) -> str:
-        """Format the expected dtype and shape of a tensor, or of its part.
-
-        Files may join dimensions differently. This shape joins them as published models do.
-        """
-        sizes = with_joined_heads(self.shape, self.leaf.axes[self.stacked :])
-        order = self.row.name.order
-        if order == ():
-            sizes[self.kept :] = sizes[self.kept :][::-1]
-        elif order is not None and len(order) == len(sizes):
-            sizes = [sizes[order.index(dimension)] for dimension in range(len(sizes))]
-        return f"{dtype_text(self.dtype)}[{', '.join(map(str, sizes))}]"
-
-    def _transposed(self, stored: Sequence[int]) -> str:
-        """Return a remedy if adding or removing `.T` makes the tensor fit, or an empty string."""
-        name, row = self.row.name, self.row.row
-        if name.order:
-            return ""
-        other = name._replace(order=() if name.order is None else None)
-        if TensorForm.fitting(self.shape, stored, other, self.kept) is None:
-            return ""
-        row = f"{row}.T" if name.order is None else row.removesuffix(".T")
-        text = row_text(self.row.pattern, row)
-        return f"if the tensor's dimensions are in the opposite order, write {text}"
-
-    def _other_order(self, stored: Sequence[int]) -> str:
-        """Return a remedy for a tensor with the array's number of elements, or an empty string."""
-        part = self.row.name.part
-        if math.prod(self.shape) * part.of != math.prod(stored) * (part.stop - part.first):
-            return ""
-        return (
-            "load an array with the tensor's shape, and transpose it in an `ft.jit` function: "
-            "no row can describe this order of the elements"
-        )
 
 
 def fitted(
@@ -248,9 +188,7 @@ def fitted(
     """
     weights: list[Weight] = []
     problems: list[Problem] = []
-    nameless: list[Leaf] = []
     asked: set[str] = set()
-    faults: dict[str, list[tuple[Leaf, list[Fault]]]] = defaultdict(list)  # by the pattern of a row
     for leaf, sharding in zip(leaves, shardings, strict=True):
         if is_key(leaf.value.dtype):
             why = "is a random key, which cannot be read from a tensor"
@@ -259,7 +197,8 @@ def fitted(
             )
             continue
         if leaf.path not in named:
-            nameless.append(leaf)
+            why = "no pattern in `table` matches it"
+            problems.append(leaf.problem(why, "add a row for this array to `table`"))
             continue
         row, name = named[leaf.path], named[leaf.path].name
         stacked = len(name.places)
@@ -272,15 +211,13 @@ def fitted(
             continue
         weight = Weight(leaf, sharding, row, name.tensors(leaf.shape), tensors, terms)
         asked.update(weight.names)
-        faults[row.pattern].append((leaf, list(weight.faults())))
+        problems += weight.problems()
         weights.append(weight)
-    unasked = {name: tensor for name, tensor in tensors.items() if name not in asked}
-    problems += [*_faulty(faults.values(), tensors), *_nameless(nameless, unasked)]
     return weights, problems, asked
 
 
 def unread_problems(
-    tensors: Iterable[str], read: Collection[str], left_out: Collection[str], advice: str
+    tensors: Iterable[str], read: Collection[str], left_out: Collection[str], remedy: str
 ) -> Iterator[Problem]:
     """Yield problems for unread tensors, and for `left_out` patterns that match none of them.
 
@@ -288,78 +225,20 @@ def unread_problems(
         tensors: the names of all tensors in the files.
         read: the names of the tensors that are read.
         left_out: patterns for names of tensors that need not be read.
-        advice: the beginning of the remedy for unread tensors, before the list of their names. If
-            it is empty, there is no remedy.
+        remedy: the remedy for unread tensors.
     """
-    tensors = list(tensors)
     unread = [name for name in tensors if name not in read]
     for pattern in left_out:
-        if any(fnmatchcase(name, pattern) for name in unread):
-            continue
-        why = "matches only tensors that are read: remove the pattern"
-        if not any(fnmatchcase(name, pattern) for name in tensors):
-            near = did_you_mean(pattern, dict.fromkeys(map(_of_any_number, tensors)))
-            why = f"matches no tensor in the files{near}"
-        yield Problem(None, None, f'left_out "{pattern}"', why)
+        if not any(fnmatchcase(name, pattern) for name in unread):
+            why = "matches no tensor that is not read"
+            yield Problem(None, None, f'left_out "{pattern}"', why, "correct or remove the pattern")
     alike: dict[str, list[str]] = defaultdict(list)
     for name in unread:
         if not any(fnmatchcase(name, pattern) for pattern in left_out):
             alike[_of_any_number(name)].append(name)
-    whats = [key if names[1:] else names[0] for key, names in alike.items()]
-    remedy = advice and f"{advice}{json.dumps(whats)}"
     for names in alike.values():
         others = f" or {count(len(names) - 1, 'similarly named tensor')}" if names[1:] else ""
         yield Problem(None, None, names[0], f"no array uses this tensor{others}", remedy)
-
-
-def _faulty(
-    faults: Iterable[Sequence[tuple[Leaf, Sequence[Fault]]]], tensors: Iterable[str]
-) -> Iterator[Problem]:
-    """Yield the problems of arrays that cannot be read.
-
-    If all arrays of a row have the same problems, the problems contain the row's name instead of
-    the tensors' names. A message then shows each problem once for all layers.
-    """
-    searches = MAX_PATHS  # as many as a message shows, since each search looks at all names
-    for of_row in faults:
-        alike = len({tuple((one.why, one.row) for one in own) for _, own in of_row}) == 1
-        for number, (leaf, own) in enumerate(of_row):
-            for fault in own:
-                remedy = fault.remedy
-                if fault.missing and searches and not (alike and number):
-                    searches -= 1
-                    if near := nearest(fault.missing, tensors, 1):
-                        remedy = f"did you mean `{near[0]}` instead of `{fault.missing}`?\n{remedy}"
-                name = fault.row if alike else fault.name
-                yield leaf.problem(fault.why.format(name), remedy)
-
-
-def _nameless(leaves: Sequence[Leaf], unread: Mapping[str, Tensor]) -> Iterator[Problem]:
-    """Yield a problem for each array without a name, with a suggested row as its remedy."""
-    known: dict[str, str] = {}  # suggested rows, by path with `*` for each number
-    for leaf in leaves:
-        path = ".".join("*" if type(key) is int else part_text(key) for key in leaf.path)
-        # As many as a message shows, since each search looks at all names.
-        if path not in known and len(known) < MAX_PATHS:
-            known[path] = _row_for(leaf, path, unread)
-        yield leaf.problem("no pattern in `table` matches it", known.get(path, ""))
-
-
-def _row_for(leaf: Leaf, path: str, unread: Mapping[str, Tensor]) -> str:
-    """Suggest a row for an array and its counterparts in other layers, or return ''."""
-    fitting: dict[str, str] = {}
-    for name, tensor in unread.items():
-        for text in (name, f"{name}.T"):
-            if TensorForm.fitting(leaf.shape, tensor.shape, TensorName.parse(text)) is not None:
-                fitting.setdefault(name, text)
-    # A low cutoff is enough: these tensors have the right shape, and no other array uses them.
-    near = nearest(str(leaf.path), fitting, 1, cutoff=0.4)
-    if not near:
-        return ""
-    name = fitting[near[0]]
-    if path.count("*") == _of_any_number(name).count("*"):
-        return f"add a row, such as {row_text(path, _of_any_number(name))}"
-    return f"add a row, such as {row_text(str(leaf.path), name)}"
 
 
 def _of_any_number(name: str) -> str:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -64,19 +64,17 @@ _FILES = Takes(
     lambda value: len(value) > 0 and all(map(LOCAL_FILE.is_value, value)),
 )
 _TABLE = Takes(
-    "a mapping from paths to names, or to functions that return names",
+    "a mapping from paths to names",
     lambda table: (
-        MAPPING.fits(table)
-        and all(isinstance(path, str) for path in table)
-        and all(isinstance(name, str) or callable(name) for name in table.values())
+        MAPPING.fits(table) and all(isinstance(text, str) for row in table.items() for text in row)
     ),
 )
 # The terms of `load_tensors` and `load_weights`
 _OF_TENSORS = Terms(
     dtypes="like",
     dtype="pass `cast=True` to convert the tensor to {dtype}",
-    misfit="correct the name in `table`, or the shape in `like`",
-    unread="add rows for these tensors to `table`, or pass left_out=",
+    misfit="correct the name in `table` (`.T` transposes the tensor), or the shape in `like`",
+    unread="add rows for these tensors to `table`, or pass `left_out=`",
     lost="in `like`, give these arrays the dtypes of their tensors in the files",
 )
 _OF_PUBLISHED = Terms(
@@ -91,7 +89,7 @@ _OF_PUBLISHED = Terms(
 def load_tensors(
     files: _File | Iterable[_File],
     like: T,
-    table: Mapping[str, str | Callable[..., str]],
+    table: Mapping[str, str],
     layout: LayoutTree = None,
     mesh: MeshLike = None,
     *,
@@ -116,8 +114,6 @@ def load_tensors(
       selects the first two of four. The parts divide the first dimension that fits.
     - `.T` at the end of a name transposes the tensor, and `.transpose(2, 0, 1)` reorders its
       dimensions.
-    - A row may contain a function instead of a name. The function receives the texts and numbers
-      that the glob matched, and returns a name.
 
     Args:
         files: a file, several files, or a folder of files.

@@ -20,7 +20,6 @@ from functree.devices.specs import of_rank
 from functree.errors import FunctreeError, FunctreeValueError, Problem
 from functree.io.checkpoints.contents import not_saveable
 from functree.io.extras import ForeignErrors, import_extra
-from functree.io.weights.blocks import with_joined_heads
 from functree.io.weights.files import DTYPES, INDEX
 from functree.io.weights.table import WHOLE, TensorName, names_of
 from functree.labels.leaf import Leaf
@@ -199,10 +198,22 @@ def _tensors(leaves: Sequence[Leaf], names: Mapping[Path, TensorName]) -> dict[s
 
 def as_published(array: np.ndarray, axes: Sequence[str | None], name: TensorName) -> np.ndarray:
     """Convert an array to a published tensor, which joins heads with the head size."""
-    tensor = array.reshape(with_joined_heads(array.shape, axes))
+    tensor = array.reshape(_with_joined_heads(array.shape, axes))
     # Safetensors writes an array's memory. For a transposed view, it would write untransposed
     # values with the transposed shape.
     return np.ascontiguousarray(tensor if name.order is None else tensor.T)
+
+
+def _with_joined_heads(shape: Sequence[int], axes: Sequence[str | None]) -> list[int]:
+    """Join `head_dim` with the dimension before it in a shape, as published models do."""
+    sizes: list[int] = []
+    for size, axis in zip(shape, axes, strict=True):
+        # If `head_dim` comes first, the array is the scale of a norm over one head.
+        if axis == "head_dim" and sizes:
+            sizes[-1] *= size
+        else:
+            sizes.append(size)
+    return sizes
 
 
 def _on_host(array: jax.Array | np.ndarray) -> np.ndarray:

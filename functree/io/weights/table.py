@@ -9,13 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from functree.argument_checks import shown
 from functree.errors import FunctreeValueError, Problem, count
 from functree.labels.leaf import Leaf
-from functree.tree.globs import captured, capturing_pattern, match_text, meant_glob
+from functree.tree.globs import captured, capturing_pattern, match_text
 from functree.tree.paths import Path, tokens
 
-Table = Mapping[str, str | Callable[..., str]]
+Table = Mapping[str, str]
 
 _NUMBER = re.compile(r"\{([^{}]*)\}")
 # An expression in braces, or a wildcard. Inside braces, `*` multiplies.
@@ -147,13 +146,11 @@ class Named(NamedTuple):
     Attributes:
         text: the name, with suffixes such as `.T`.
         name: the parsed name.
-        pattern: the pattern of the row.
-        row: the name in the row, with wildcards, or the name that the row's function returned.
+        row: the name in the row, with wildcards.
     """
 
     text: str
     name: TensorName
-    pattern: str
     row: str
 
 
@@ -162,26 +159,24 @@ class _Row(NamedTuple):
 
     Attributes:
         pattern: the pattern as written in the table.
-        name: the name in the row, or a function that returns it.
+        name: the name in the row.
         glob: the pattern with `*` for each number.
         numbers: for each wildcard of `glob`, the name of the number that it replaces, or an empty
             string if `pattern` contains the wildcard.
     """
 
     pattern: str
-    name: str | Callable[..., str]
+    name: str
     glob: str
     numbers: Sequence[str]
 
     @classmethod
-    def of(cls, pattern: str, name: str | Callable[..., str]) -> "_Row":
+    def of(cls, pattern: str, name: str) -> "_Row":
         """Build a row.
 
         Raises:
             RuleError: if the pattern is not a valid glob.
         """
-        if "{" not in pattern:
-            return cls(pattern, name, pattern, [""] * capturing_pattern(pattern).groups)
         glob, numbers = "", list[str]()
         for part in tokens(pattern):
             number = _VARIABLE.fullmatch(part)
@@ -190,17 +185,12 @@ class _Row(NamedTuple):
             numbers += [number[1] if number else ""] * (groups - len(numbers))
         return cls(pattern, name, glob, numbers)
 
-    @property
-    def text(self) -> str:
-        """The text of the row, as written in the table."""
-        if isinstance(self.name, str):
-            return row_text(self.pattern, self.name)
-        return f'"{self.pattern}": {getattr(self.name, "__name__", shown(self.name))}'
+    def problem(self, why: str, remedy: str) -> Problem:
+        """Make a `Problem` about the row."""
+        return Problem(None, None, f'"{self.pattern}": "{self.name}"', why, remedy)
 
     def problems(self) -> Iterator[Problem]:
-        """Yield the row's problems that do not depend on the tree or on a function's result."""
-        if not isinstance(self.name, str):
-            return
+        """Yield the row's problems that do not depend on the tree."""
         theirs = sum(found[1] is None for found in _SLOT.finditer(self.name))
         ours = self.numbers.count("")
         if ours != theirs:
@@ -209,22 +199,14 @@ class _Row(NamedTuple):
                 "write as many `*` in the name as in the pattern: each `*` stands for the same "
                 "text in both"
             )
-            yield Problem(None, None, self.text, why, remedy)
-        yield from self.misread(self.name)
-
-    def misread(self, text: object) -> Iterator[Problem]:
-        """Yield problems in the text of a name. The check uses 1 for each number."""
-        if not isinstance(text, str):
-            why = f"the function returned {shown(text)} instead of a name"
-            yield Problem(None, None, self.text, why)
-            return
-        part = TensorName.parse(text).part
+            yield self.problem(why, remedy)
+        part = TensorName.parse(self.name).part
         if not part.first < part.stop <= part.of:
             why = f"the range is empty, or exceeds the {part.of} parts, which are numbered from 0"
             remedy = "write `[0/3]` for the first of 3 parts, or `[0:2/4]` for the first two of 4"
-            yield Problem(None, None, self.text, why, remedy)
+            yield self.problem(why, remedy)
         numbers = dict.fromkeys([*self.numbers, *_PLACES], 1)
-        for place in _NUMBER.finditer(text):
+        for place in _NUMBER.finditer(self.name):
             try:
                 is_arithmetic = not _NAME.search(_filled(place, numbers))
             except (SyntaxError, ValueError):
@@ -238,7 +220,7 @@ class _Row(NamedTuple):
                     "name the numbers in the pattern, as in "
                     '`"blocks.{i}.{j}.w": "layers.{2*i+j}.w"`'
                 )
-                yield Problem(None, None, self.text, why, remedy)
+                yield self.problem(why, remedy)
 
     def name_at(self, path: str) -> str | None:
         """Return the name for the `match_text` of a path, or None if the pattern does not match."""
@@ -247,7 +229,6 @@ class _Row(NamedTuple):
             return None
         wildcards: list[str] = []
         numbers: dict[str, int] = {}
-        values: list[str | int] = []
         for number, text in zip(self.numbers, captured(found), strict=True):
             if not number:
                 wildcards.append(text)
@@ -255,9 +236,6 @@ class _Row(NamedTuple):
                 numbers[number] = int(text)
             else:
                 return None
-            values.append(int(text) if number else text)
-        if not isinstance(self.name, str):
-            return self.name(*values)
         rest = iter(wildcards)
 
         def fill(slot: re.Match[str]) -> str:
@@ -275,11 +253,6 @@ def refusal(failure: str, problems: Sequence[Problem]) -> FunctreeValueError:
     return FunctreeValueError(f"{failure}: {count(len(problems), 'problem')}", problems)
 
 
-def row_text(pattern: str, name: str) -> str:
-    """Format a row of a table."""
-    return f'"{pattern}": "{name}"'
-
-
 def names_of(
     leaves: Sequence[Leaf], table: Table, failure: str
 ) -> tuple[dict[Path, Named], list[Problem]]:
@@ -293,40 +266,22 @@ def names_of(
         FunctreeValueError: if a name and its pattern have different numbers of wildcards.
         FunctreeValueError: if the range of parts in a name is invalid.
         FunctreeValueError: if an expression in a name cannot be computed.
-        FunctreeValueError: if a row's function does not return a name.
     """
     rows = [_Row.of(pattern, name) for pattern, name in table.items()]
     if problems := [problem for row in rows for problem in row.problems()]:
         raise refusal(failure, problems)
     named: dict[Path, Named] = {}
-    matching: set[str] = set()
+    used: set[str] = set()
     for leaf in leaves:
         path = match_text(leaf.path)
         for row in rows:
             text = row.name_at(path)
-            if text is None:
-                continue
-            matching.add(row.pattern)
-            if leaf.path in named:
-                continue
-            written = row.name
-            if not isinstance(written, str):
-                problems += row.misread(text)
-                written = text = str(text)
-            named[leaf.path] = Named(text, TensorName.parse(text), row.pattern, written)
-    if problems:
-        raise refusal(failure, problems)
-    return named, list(_unused(rows, leaves, matching, {name.pattern for name in named.values()}))
-
-
-def _unused(
-    rows: Sequence[_Row], leaves: Sequence[Leaf], matching: set[str], used: set[str]
-) -> Iterator[Problem]:
-    """Yield a problem for each row that names no array."""
+            if text is not None:
+                named[leaf.path] = Named(text, TensorName.parse(text), row.name)
+                used.add(row.pattern)
+                break
     for row in rows:
-        if row.pattern not in matching:
-            near = meant_glob(row.glob, [leaf.path for leaf in leaves])
-            yield Problem(None, None, row.text, f"matches no array{near}")
-        elif row.pattern not in used:
-            why = "matches only arrays that earlier patterns match"
-            yield Problem(None, None, row.text, why, "write the narrower pattern first")
+        if row.pattern not in used:
+            why = "matches no array that earlier patterns do not match"
+            problems.append(row.problem(why, "correct or remove the pattern, or move it up"))
+    return named, problems
