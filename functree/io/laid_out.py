@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, Sharding
@@ -92,6 +93,15 @@ def partly(value: object) -> str | None:
         return None
     owners = processes_text(there)
     return f"is only on devices of {owners}, but there are {jax.process_count()} processes"
+
+
+def like_value(array: Any, like: object) -> Any:
+    """Convert an array that was read to its kind in `like`: a JAX or NumPy array, or a scalar."""
+    if isinstance(array, jax.Array):
+        return array
+    if isinstance(like, jax.Array):
+        return jnp.asarray(array)
+    return array[()] if isinstance(like, np.generic) else array
 
 
 def is_enabled(dtype: Any) -> bool:

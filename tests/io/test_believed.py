@@ -148,7 +148,7 @@ def test_what_is_no_file(what: str, tmp_path: Path) -> None:
             read()
         file.rmdir() if file.is_dir() else file.unlink()
         (tmp_path / "away").rename(file)
-    with refused(f"{WEIGHTS} cannot be read: it is not a regular file"):
+    with refused(f"{WEIGHTS} cannot be read: it is missing, or is not a regular file"):
         (folder / INDEX).unlink()
         NO_FILES[what](folder / WEIGHTS)
         load(folder)
@@ -164,7 +164,7 @@ def test_a_pipe_is_not_overwritten(tmp_path: Path) -> None:
 # The names of files in an index
 
 OUTSIDE = "index.json names files outside its folder: "
-MISSING = "index.json names missing files: "
+MISSING = " cannot be read: "
 NAMES: dict[str, str] = {
     "../outside.safetensors": f'{OUTSIDE}"../outside.safetensors"',
     "/outside.safetensors": f'{OUTSIDE}"/outside.safetensors"',

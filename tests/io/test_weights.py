@@ -264,22 +264,10 @@ def test_layers_of_several_dtypes(copied: Path) -> None:
     np.testing.assert_allclose(gate, expected, rtol=1e-3, atol=1e-5)
 
 
-FREQUENCIES = 5e4 ** (-np.arange(0, 8, 2, dtype="f") / 8)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_frequencies_in_older_files(dtype: str, copied: Path) -> None:
+def test_frequencies_in_older_files(copied: Path) -> None:
     names = [f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(3)]
-    changed(copied, **dict.fromkeys(names, FREQUENCIES.astype(jnp.dtype(dtype))))
+    changed(copied, **dict.fromkeys(names, np.ones(4, np.float32)))
     np.testing.assert_array_equal(load(copied).norm.scale, load(MODELS / "llama").norm.scale)
-    for other in (FREQUENCIES * 1.02, FREQUENCIES[:2], np.ones((4, 1), "f")):
-        changed(copied, **{names[1]: other.astype(jnp.dtype(dtype))})
-        with raises(
-            "cannot be loaded: 1 problem\n",
-            names[1],
-            "its values differ from the rotary frequencies that `config.json` specifies",
-        ):
-            load(copied)
 
 
 def test_the_table_of_the_logits_beside_a_tied_one(

@@ -10,7 +10,6 @@ from pathlib import Path as FilePath
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
@@ -37,7 +36,7 @@ from functree.io.checkpoints.engine import (
 from functree.io.checkpoints.folder import files, folder_at, read_manifest
 from functree.io.checkpoints.manifest import Manifest, SavedArray
 from functree.io.checkpoints.static_leaves import warn_of_changes
-from functree.io.laid_out import is_enabled, laid_out, misplaced
+from functree.io.laid_out import is_enabled, laid_out, like_value, misplaced
 from functree.labels.filters import (
     ClassFilter,
     Conjunction,
@@ -106,10 +105,7 @@ class _Wanted(NamedTuple):
                 array.shape, sharding, lambda index: cast_on_host(array[index], like.dtype)
             )
             return array, lost
-        array = cast_on_host(array, like.dtype)
-        if isinstance(like, jax.Array):
-            return jnp.asarray(array), lost
-        return array[()] if isinstance(like, np.generic) else array, lost
+        return like_value(cast_on_host(array, like.dtype), like), lost
 
 
 def restore(

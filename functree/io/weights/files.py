@@ -1,7 +1,6 @@
 """`open_tensors` opens a model's safetensors files, whose tensors are read in blocks."""
 
 import os
-import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -84,12 +83,10 @@ def open_tensors(files: Sequence[Path], dtypes: Mapping[str, str] = DTYPES) -> M
     """
     safetensors = import_extra("safetensors", "weights")
     tensors: dict[str, Tensor] = {}
-    # Special files are refused, since opening a pipe would wait for a writer.
-    if others := [file for file in files if not os.path.isfile(file)]:
-        if not os.path.lexists(others[0]):
-            raise FunctreeError(f"there is no file {others[0]}")
-        raise FunctreeError(f"{others[0]} cannot be read: it is not a regular file")
     for file in files:
+        # Opening a pipe would wait for a writer.
+        if not file.is_file():
+            raise FunctreeError(f"{file} cannot be read: it is missing, or is not a regular file")
         try:
             handle = safetensors.safe_open(file, framework="np")
         except (safetensors.SafetensorError, OSError) as error:
@@ -121,7 +118,6 @@ def files_of(folder: Path) -> list[Path]:
         FunctreeError: if the folder contains neither an index nor a safetensors file.
         FunctreeError: if the index is not a regular file.
         FunctreeError: if the index is not JSON that maps tensors to files.
-        FunctreeError: if the index names a missing file.
         FunctreeError: if the index names a file outside the folder.
     """
     # Only files in the index are read, since the folder may also contain a partial download, or a
@@ -139,19 +135,7 @@ def files_of(folder: Path) -> list[Path]:
     # the index must not lead outside the folder.
     if outside := [value_text(name) for name in names if not _is_inside(name)]:
         raise FunctreeError(f"{index} names files outside its folder: {listed(outside)}")
-    if missing := [value_text(name)[1:-1] for name in names if not os.path.isfile(folder / name)]:
-        raise FunctreeError(f"{index} names missing files: {listed(missing)}; download them")
     return [folder / name for name in names]
-
-
-def is_folder(path: Path) -> bool:
-    """Return whether a path is a folder."""
-    try:
-        return stat.S_ISDIR(path.stat().st_mode)
-    except PermissionError:
-        raise  # the path may be a folder
-    except OSError:
-        return False  # for example, the name is too long for the file system
 
 
 def _is_inside(name: str) -> bool:

@@ -3,13 +3,12 @@
 import dataclasses
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path as FilePath
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -37,15 +36,20 @@ from functree.errors import (
 )
 from functree.io.casts import Loss, warn_of_losses
 from functree.io.extras import ForeignErrors
-from functree.io.laid_out import ENABLE, is_enabled, laid_out, misplaced, not_enabled
-from functree.io.weights.files import ALL_DTYPES, Tensor, files_of, is_folder, open_tensors
+from functree.io.laid_out import (
+    ENABLE,
+    is_enabled,
+    laid_out,
+    like_value,
+    misplaced,
+    not_enabled,
+)
+from functree.io.weights.files import ALL_DTYPES, Tensor, files_of, open_tensors
 from functree.io.weights.fitting import Terms, Weight, fitted, unread_problems
 from functree.io.weights.table import Table, TensorName, names_of, refusal
 from functree.labels.leaf import meeting
 from functree.layout.layout import LayoutTree
-from functree.nn.config import TransformerConfig
 from functree.nn.families import PublishedConfig, read_config
-from functree.nn.rope import frequencies_of
 from functree.nn.transformer import Transformer
 from functree.processes.agreement import Agreement, Facts
 from functree.processes.check_processes import checksum, facts_of
@@ -181,7 +185,7 @@ def _listed(files: Any) -> Any:
 def _opened(given: Sequence[_File]) -> list[FilePath]:
     """Return the given files, or the files in the given folder."""
     paths = list(map(FilePath, given))
-    return files_of(paths[0]) if len(paths) == 1 and is_folder(paths[0]) else paths
+    return files_of(paths[0]) if len(paths) == 1 and paths[0].is_dir() else paths
 
 
 def _failure(where: object) -> str:
@@ -286,7 +290,7 @@ def _read(where: str, weights: Sequence[Weight], remedy: str) -> list[_Array]:
             own.append(key)
             if key not in once:
                 array, loss = weight.array()
-                once[key] = _as_in(value, array)
+                once[key] = like_value(array, value)
                 losses.append(loss)
     with Agreement(_failure(where)):  # a user may turn the warning into an error
         warn_of_losses(where, losses, remedy)
@@ -299,15 +303,6 @@ def _read(where: str, weights: Sequence[Weight], remedy: str) -> list[_Array]:
         if differ:
             raise FunctreeError(f"{where}: the processes read different weights", differ)
     return [once[key] for key in own]
-
-
-def _as_in(value: object, array: jax.Array | np.ndarray) -> _Array:
-    """Convert an array to its kind in `like`: a JAX array, a NumPy array or a NumPy scalar."""
-    if isinstance(array, jax.Array):
-        return array
-    if isinstance(value, jax.Array):
-        return jnp.asarray(array)
-    return array[()] if isinstance(value, np.generic) else array
 
 
 # Published models
@@ -345,8 +340,8 @@ def load_weights(
         FunctreeError: if a weight's shape does not fit the config.
         FunctreeError: if the tensors of a weight have different dtypes, without `param_dtype=`.
         FunctreeError: if the model does not use a tensor in the files.
-        FunctreeError: if redundant tensors in the files, such as rotary frequencies, differ from
-            the model's values.
+        FunctreeError: if the config ties the table for the logits to the embedding, and the files
+            contain both tables, with different values.
         FunctreeError: if the processes have different files.
         ShardingError: if the layout is None.
         ShardingError: if the layout does not fit the model.
@@ -385,15 +380,14 @@ def load_weights(
             config = dataclasses.replace(config, param_dtype=param_dtype)
         elif embed is not None and is_enabled(embed.dtype):
             config = dataclasses.replace(config, param_dtype=embed.dtype)
-        repeated = dict(_repeated(published, tensors))
-    others = [problem for problem in repeated.values() if problem is not None]
+        redundant, others = _redundant(published, tensors, table.get("embed.weight", ""))
     # The plan is checked with an abstract model, so that a layout that does not fit is reported
     # before any array is read.
     model = abstract(Transformer.create)(config, key=jax.random.key(0))
     terms = _OF_PUBLISHED if param_dtype is None else _OF_PUBLISHED._replace(dtypes="cast")
     facts = {"config": facts_of(config)}
     return _loaded(
-        str(folder), model, layout, mesh, table, tensors, terms, list(repeated), others, facts
+        str(folder), model, layout, mesh, table, tensors, terms, redundant, others, facts
     )
 
 
@@ -424,60 +418,43 @@ def _check_sizes(published: PublishedConfig, tensors: Mapping[str, Tensor]) -> N
 _SIZES = "vocab_size embed heads kv_heads head_dim hidden experts expert_hidden".split()
 
 
-# Redundant tensors. Older files contain the rotary frequencies, and the table for the logits even
-# if it is tied to the embedding. Other readers ignore these tensors. Here, they must equal the
-# values that the model uses.
-
 _FREQUENCIES = ".rotary_emb.inv_freq"
-# Frequencies were saved in the dtype of the weights, and bfloat16 has 8 bits of precision.
-_TOLERANCE = 2.0**-7
 # The number of rows of two tables to compare at a time. Whole tables may need gigabytes.
 _ROWS = 4096
 
 
-def _repeated(
-    published: PublishedConfig, tensors: Mapping[str, Tensor]
-) -> Iterator[tuple[str, Problem | None]]:
-    """Yield the name of each redundant tensor, with None if its values are right, or a problem."""
-    config = published.config
-    names = published.names(dataclasses.replace(config, tie_embedding=False), tensors)
-    table, head = names.get("embed.weight", ""), TensorName.parse(names.get("unembed.weight", ""))
-    for name, tensor in tensors.items():
-        if name.endswith(_FREQUENCIES):
-            is_same = _are_frequencies(tensor, config)
-            why = (
-                "its values differ from the rotary frequencies that `config.json` specifies",
-                'correct "rope_theta" or the other rotary fields in `config.json`',
-            )
-        elif config.tie_embedding and name == head.name and table in tensors:
-            # The embedding's table is never transposed: (vocab, embed).
-            is_same = _are_equal(tensors[table], tensor, transposed=head.order is None)
-            why = (
-                f"`config.json` ties it to {table}, which has different values",
-                'set "tie_word_embeddings": false in `config.json`, or remove the tensor',
-            )
-        else:
-            continue
-        yield name, None if is_same else Problem(None, None, name, *why)
+def _redundant(
+    published: PublishedConfig, tensors: Mapping[str, Tensor], embed: str
+) -> tuple[list[str], list[Problem]]:
+    """Return the names of the redundant tensors that some files contain, and their problems.
+
+    Older files contain the rotary frequencies, which are ignored. Some files contain the table for
+    the logits even if the config ties it to the embedding. The tables must then be equal.
+
+    Args:
+        published: the config.
+        tensors: all tensors in the files.
+        embed: the name of the embedding's table.
+    """
+    names = [name for name in tensors if name.endswith(_FREQUENCIES)]
+    problems: list[Problem] = []
+    untied = dataclasses.replace(published.config, tie_embedding=False)
+    head = TensorName.parse(published.names(untied, tensors).get("unembed.weight", "")).name
+    if published.config.tie_embedding and head in tensors and embed in tensors:
+        names.append(head)
+        if not _are_equal(tensors[embed], tensors[head]):
+            why = f"`config.json` ties it to {embed}, which has different values"
+            remedy = 'set "tie_word_embeddings": false in `config.json`, or remove the tensor'
+            problems.append(Problem(None, None, head, why, remedy))
+    return names, problems
 
 
-def _are_frequencies(tensor: Tensor, config: TransformerConfig) -> bool:
-    expected = np.asarray(frequencies_of(config.head_dim, config.rope_theta, config.rope_scaling))
-    if tensor.shape != expected.shape:
+def _are_equal(table: Tensor, other: Tensor) -> bool:
+    """Return whether two (vocab, embed) tables are equal."""
+    if table.shape != other.shape:
         return False
-    found = tensor.read([slice(None)]).astype(np.float32)
-    return bool(np.allclose(found, expected, rtol=_TOLERANCE, atol=0))
-
-
-def _are_equal(table: Tensor, other: Tensor, transposed: bool) -> bool:
-    """Return whether two (vocab, embed) tables are equal. The second may be transposed."""
-    shape = other.shape[::-1] if transposed else other.shape
-    if table.shape != shape:
-        return False
-    columns = slice(None)
-    for first in range(0, shape[0], _ROWS):
-        some = slice(first, min(first + _ROWS, shape[0]))
-        found = other.read([columns, some]).T if transposed else other.read([some, columns])
-        if not np.array_equal(table.read([some, columns]), found):
+    for first in range(0, table.shape[0], _ROWS):
+        rows = [slice(first, min(first + _ROWS, table.shape[0])), slice(None)]
+        if not np.array_equal(table.read(rows), other.read(rows)):
             return False
     return True
