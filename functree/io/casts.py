@@ -88,7 +88,7 @@ def lost_on_host(array: np.ndarray, dtype: np.dtype) -> int:
             return 0
         for start in range(0, flat.size, _BLOCK):
             block = flat[start : start + _BLOCK]
-            lost += int(_lost(block, _cast(block, dtype), dtype, np).sum())
+            lost += int(_lost(block, _cast(block, dtype), np).sum())
     return lost
 
 
@@ -115,7 +115,7 @@ def _caster(
         cast = _cast(array, dtype)
         if not _can_lose(array.dtype, dtype):
             return cast, jnp.uint32(0)
-        return cast, _lost(array, cast, dtype, jnp).sum(dtype=jnp.uint32)
+        return cast, _lost(array, cast, jnp).sum(dtype=jnp.uint32)
 
     whole = None
     if isinstance(sharding, NamedSharding):
@@ -141,23 +141,19 @@ def _can_lose(before: Any, after: Any) -> bool:
     return not np.can_cast(before, after)
 
 
-def _lost(x: _Array, cast: _Array, dtype: Any, xp: ModuleType) -> _Array:
+def _lost(x: _Array, y: _Array, xp: ModuleType) -> _Array:
     """Return a mask of the values that a cast has lost.
 
     Args:
         x: the array before the cast.
-        cast: the array after the cast.
-        dtype: the dtype after the cast.
+        y: the array after the cast.
         xp: `numpy` or `jax.numpy`.
     """
     if _is_complex(x.dtype):
-        if not _is_complex(dtype):
-            return _lost(x.real, cast, dtype, xp) | (x.imag != 0)
-        part = _part(dtype)
-        return _lost(x.real, cast.real, part, xp) | _lost(x.imag, cast.imag, part, xp)
-    if _is_complex(dtype):
-        cast, dtype = cast.real, _part(dtype)
-    x, y = _wide(x), _wide(cast)
+        lost = _lost(x.real, y.real, xp)
+        return lost | (_lost(x.imag, y.imag, xp) if _is_complex(y.dtype) else x.imag != 0)
+    dtype = y.real.dtype
+    x, y = _wide(x), _wide(y.real)
     if _is_float(x.dtype) and _is_float(dtype):
         lost = (xp.isfinite(x) != xp.isfinite(y)) | (xp.isnan(x) != xp.isnan(y))
         if np.dtype(dtype).itemsize == 1:
@@ -168,7 +164,7 @@ def _lost(x: _Array, cast: _Array, dtype: Any, xp: ModuleType) -> _Array:
         return lost
     if _is_float(x.dtype):
         low, high = 0, 1
-        if not _is_flag(dtype):
+        if not jnp.issubdtype(dtype, jnp.bool_):
             low, high = int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
         # Compare with the next power of two, which a float represents exactly. The largest integer
         # itself may be rounded. The result of the cast is not used, since it differs between
@@ -190,17 +186,8 @@ def _wide(array: _Array) -> _Array:
     return array.astype(np.float32 if _is_float(array.dtype) else np.int32)
 
 
-def _part(dtype: Any) -> np.dtype:
-    """Return the dtype of a complex dtype's real part, or any other dtype unchanged."""
-    return np.dtype(jnp.finfo(dtype).dtype) if _is_complex(dtype) else np.dtype(dtype)
-
-
 def _is_float(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating))
-
-
-def _is_flag(dtype: Any) -> bool:
-    return bool(jnp.issubdtype(dtype, jnp.bool_))
 
 
 def _is_complex(dtype: Any) -> bool:
