@@ -324,14 +324,6 @@ def in_parts(*sizes: int) -> Change:
     return in_head(lambda head: head | {"chunk_grid": grid})
 
 
-def no_file(name: str) -> Change:
-    def replace(state: Path) -> None:
-        (state / name).unlink()
-        os.mkfifo(state / name)
-
-    return replace
-
-
 HEAD = "the stored header of `w` "
 VALUES_FILES: dict[str, tuple[Change, str]] = {
     "huge parts": (in_parts(10**6, 10**6), f"{HEAD}has shape [4, 8] and chunk shape [1000000"),
@@ -339,11 +331,6 @@ VALUES_FILES: dict[str, tuple[Change, str]] = {
     "parts of other rank": (in_parts(4), f"{HEAD}cannot be read: "),
     "deep": (in_head(lambda head: DEEP), f"{HEAD}cannot be read: {TOO_DEEP}"),
     "a dtype that nobody knows": (in_head(lambda head: head | {"data_type": "x"}), "data_type"),
-    "a pipe": (
-        no_file("manifest.ocdbt"),
-        "manifest.ocdbt cannot be read: it is not a regular file",
-    ),
-    "another pipe": (no_file("_METADATA"), "_METADATA cannot be read: it is not a regular file"),
 }
 
 

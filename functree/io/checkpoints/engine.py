@@ -10,7 +10,6 @@ damaged header could therefore crash the process, which no `except` can prevent.
 """
 
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -147,7 +146,6 @@ def load_arrays(folder: Path, targets: Mapping[str, Target]) -> dict[str, Stored
         CheckpointError: if an array's header cannot be read.
         CheckpointError: if the shape in an array's header differs from its target's shape.
         CheckpointError: if the chunk shape in an array's header does not fit its target's shape.
-        CheckpointError: if the folder contains a pipe or another special file.
     """
     orbax = import_orbax()
     if not targets:
@@ -181,20 +179,10 @@ def _check_heads(folder: Path, targets: Mapping[str, Target]) -> None:
 
 
 def _databases(folder: Path) -> list[dict[str, str]]:
-    """Return the tensorstore specs of the databases that contain the arrays.
-
-    Raises:
-        CheckpointFileError: if the folder contains a pipe or another special file.
-    """
+    """Return the tensorstore specs of the databases that contain the arrays."""
     # A bucket contains only objects. In a bucket, orbax creates a single database.
     if is_in_bucket(folder):
         return [store_spec(folder / "state")]
-    for inside, _, names in os.walk(folder):
-        for name in names:
-            file = Path(inside, name)
-            # Opening a pipe would wait for a writer.
-            if not file.is_file():
-                raise CheckpointFileError(f"{file} cannot be read: it is not a regular file")
     return [store_spec(database.parent) for database in folder.glob("*/manifest.ocdbt")]
 
 

@@ -52,10 +52,6 @@ class Checkpoint:
 
     def __getitem__(self, path: str | tuple[object, ...]) -> SavedArray:
         """Return the row at a path, which may be an `ft.Path`, a tuple or a string."""
-        if not isinstance(path, str | tuple):
-            raise TypeError(
-                f"a checkpoint is indexed with a path, not with {path!r}: use `.rows` to index rows"
-            )
         key = Path(path)
         for row in self.rows:
             if row.path == key:
