@@ -12,7 +12,6 @@ from numbers import Number
 from typing import Any, NamedTuple
 
 import equinox as eqx
-import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jax.stages import Lowered
