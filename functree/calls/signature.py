@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, Self

@@ -490,7 +490,8 @@ def as_filter(written: Any) -> Filter:
 def meant(item: Filter, leaves: Iterable[Leaf]) -> str:
     """Return `; did you mean ...?` with a similar pattern or path that matches one of the leaves.
 
-    The text is empty if nothing is similar, or if the filter is not a pattern.
+    For a class filter, the text instead names a class of the tree with the same name. The text is
+    empty if nothing is similar, or if the filter is neither a pattern nor a class.
     """
     paths: dict[Path, None] = {}
     for leaf in leaves:
@@ -505,6 +506,22 @@ def meant(item: Filter, leaves: Iterable[Leaf]) -> str:
             return did_you_mean(item.pattern.pattern, map(item.text, paths))
         case ExactPath():
             return did_you_mean(item.path, paths)
+        case ClassFilter():
+            return _of_that_name(item, leaves)
+    return ""
+
+
+def _of_that_name(item: ClassFilter, leaves: Iterable[Leaf]) -> str:
+    """Return the end of a message if the tree has a different class with the same name."""
+    names = {cls.__name__ for cls in item.classes}
+    for leaf in leaves:
+        for cls in leaf.within:
+            if cls.__name__ in names:
+                # A notebook's cell that runs again defines its classes again.
+                return (
+                    f"; the tree contains instances of another class, `{cls.__module__}."
+                    f"{cls.__qualname__}`: use this class or, if you defined it again, rebuild the tree"
+                )
     return ""
 
 

@@ -531,6 +531,30 @@ def test_a_spec_for_a_scalar() -> None:
     assert ft.plan(tree, P("data"), MESH).specs == {"w": P("data"), "scale": P()}
 
 
+# A class that is defined again
+
+
+def test_a_class_of_another_cell() -> None:
+    """In a notebook, a cell that is run again defines another class of the same name."""
+
+    def cell() -> type[Any]:
+        class Again(eqx.Module):
+            w: Float[Array, "embed"]
+
+        return Again
+
+    tree, again = {"net": cell()(jnp.ones(8))}, cell()
+    told = "the tree contains instances of another class, `"
+    with raises("filter Again", told, ".Again`: use this class or", error=ft.ShardingError):
+        ft.plan(tree, layout(again), MESH)
+    with raises(told + "functree.nn.linear.Linear`", error=ft.ShardingError):
+        linear = ft.nn.Linear(8, 8, key=jax.random.key(0))
+        ft.plan({"net": linear}, layout(eqx.nn.Linear), MESH)
+    # The remedies, to the letter.
+    tree = {"net": again(jnp.ones(8))}
+    assert planned(tree, layout(again)) == planned(tree, layout("net.**")) == {"net.w"}
+
+
 # A layout that no filter has chosen says nothing
 
 
