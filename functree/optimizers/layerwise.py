@@ -5,11 +5,13 @@ from typing import Any
 
 import jax
 import optax
+from jax.sharding import Sharding
 
+from functree.devices.placement import is_concrete
 from functree.errors import USERS_ERRORS, FunctreeValueError, Problem, listed
 from functree.labels.leaf import array_problem
 from functree.labels.leaves import Leaves, arrays_by_path, read
-from functree.labels.optimizer.followed_parameters import check_optimizer
+from functree.labels.optimizer.followed_parameters import TrainedModel, check_optimizer
 from functree.labels.optimizer.layers import (
     for_layers,
     mapped_init,
@@ -17,9 +19,9 @@ from functree.labels.optimizer.layers import (
     single_layers,
     stack_sizes,
 )
-from functree.labels.optimizer.optimizer_state import remembered, trained_type
+from functree.labels.optimizer.optimizer_state import optimizer_state, remembered, trained_type
 from functree.labels.optimizer.stack_treatment import UPDATES, traced_update
-from functree.tree.arrays import Tree
+from functree.tree.arrays import AnyArray, Tree
 from functree.tree.jaxprs import all_equations, is_random
 from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
@@ -46,8 +48,8 @@ def layerwise(tx: optax.GradientTransformation) -> optax.GradientTransformationE
     `inject_hyperparams` may be outside or inside. If a stack's array is the only parameter, a
     global norm cannot be told from the norm of a layer.
 
-    `init` does not shard the state like the parameters: use `ft.init_optimizer`, or pass a layout
-    to `ft.TrainState.create`.
+    If the parameters are on several devices, `init` shards the state that has a parameter's shape
+    like the parameter. For other state, such as adafactor's statistics, use `ft.init_optimizer`.
 
     Args:
         tx: any optax optimizer that acts on each leaf alone. Extra arguments of `update`, such as
@@ -78,6 +80,8 @@ def layerwise(tx: optax.GradientTransformation) -> optax.GradientTransformationE
         if not any(map(stack_sizes, leaves.leaves)):
             return tx.init(params)
         _check(tx, leaves, leaves, {})
+        if any(is_concrete(x) and len(x.sharding.device_set) > 1 for x in leaves.values):
+            return _sharded_init(layered, leaves)
         return mapped_init(tx, params)
 
     def update(
@@ -89,7 +93,31 @@ def layerwise(tx: optax.GradientTransformation) -> optax.GradientTransformationE
         _check(tx, leaves, None if params is None else read(params), extra)
         return mapped_update(tx, updates, state, params, **extra)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    layered = optax.GradientTransformationExtraArgs(init, update)
+    return layered
+
+
+def _sharded_init(layered: Any, params: Leaves) -> Tree:
+    """Initialize the state of a mapped optimizer, sharded like the parameters.
+
+    `jnp.zeros_like` of one layer ignores the sharding of its stack.
+    """
+    parameters = {leaf.path: leaf for leaf in params.leaves}
+    state = optimizer_state(layered, TrainedModel(params.skeleton, parameters))
+    shardings: list[Sharding | None] = []
+    for leaf in state.leaves:
+        sharding: Sharding | None = None
+        if leaf.follows is not None and leaf.follows.path is not None:
+            parameter = parameters[leaf.follows.path]
+            if parameter.shape == leaf.shape:
+                sharding = parameter.value.sharding
+        shardings.append(sharding)
+
+    def run(arrays: Sequence[Any]) -> list[AnyArray]:
+        _, values = Skeleton.apart(layered.init(params.skeleton.fill(arrays)))
+        return values
+
+    return state.skeleton.fill(jax.jit(run, out_shardings=shardings)(params.values))
 
 
 # Checks for optimizers that combine several leaves

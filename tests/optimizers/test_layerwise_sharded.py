@@ -13,6 +13,7 @@ import pytest
 from jaxtyping import Array, Float
 
 import functree as ft
+from functree.labels.leaves import arrays_by_path
 from tests.lib.meshes import EXPLICIT, MESH, SIZES, assert_lies
 
 P = ft.P
@@ -117,6 +118,24 @@ def test_without_a_layout_a_step_places_the_state():
     with jax.numpy_dtype_promotion("standard"):
         ts = ft.jit(ft.apply_gradients, rules=LAYOUT)(ts, model)
     assert_lies(ts.opt_state[0].mu.layers.layer.up, None, "data", "model")
+
+
+@pytest.mark.parametrize("mesh", [MESH, EXPLICIT], ids=["auto", "explicit"])
+def test_without_a_layout_the_state_is_sharded_like_the_parameters(mesh: Any):
+    model = ft.shard(MODEL, LAYOUT, mesh)
+    for name in ("novograd", "adafactor"):
+        optimizer, _ = SHARDED[name]
+        ts = ft.TrainState.create(model, ft.layerwise(optimizer))
+        parameters, alike = arrays_by_path(model), 0
+        own = [path for path in parameters if path[-1] in ("up", "down")]
+        for path, array in arrays_by_path(ts.opt_state).items():
+            assert array.sharding.device_set == model.head.sharding.device_set
+            for parameter in own:
+                like = parameters[parameter]
+                if path[-len(parameter) :] == parameter and array.shape == like.shape:
+                    assert array.sharding.is_equivalent_to(like.sharding, array.ndim)
+                    alike += 1
+        assert alike == (2 if name == "novograd" else 0), "mu alone"
 
 
 def test_on_explicit_axes_types_keep_their_shardings():
