@@ -15,11 +15,11 @@ T = TypeVar("T")
 class Packed(PackedTree, Generic[T]):
     """A tree that JAX flattens in one Python call, for any number of arrays. `ft.pack` builds it.
 
-    A `Packed` is an immutable pytree: `jax.jit`, `jax.lax.scan`, `jax.vmap` and `jax.tree.map` take
-    and return it. It is equal only to itself, because comparing arrays gives no single truth value.
-    Compare `.static` and `.arrays` instead. `ft.plan`, `ft.shard`, `ft.split` and `ft.grad` use the
-    paths and axes of the tree that was packed. The parts and gradients that they return are packed
-    too.
+    A `Packed` is a pytree: `jax.jit`, `jax.lax.scan`, `jax.vmap` and `jax.tree.map` take and return
+    it. Do not assign to its attributes. It is equal only to itself, because comparing arrays gives
+    no single truth value. Compare `.static` and `.arrays` instead. `ft.plan`, `ft.shard`,
+    `ft.split` and `ft.grad` use the paths and axes of the tree that was packed. The parts and
+    gradients that they return are packed too.
 
     Attributes:
         arrays: the arrays of the tree, in JAX's order.
@@ -34,30 +34,22 @@ class Packed(PackedTree, Generic[T]):
         (((2, 3),), 'relu')
     """
 
-    __slots__ = ("_arrays", "_static")
+    __slots__ = ("arrays", "static")
 
     # The attributes are declared here, because functree would read class-level annotations as
     # annotations of the leaves below the node.
     def __init__(self, arrays: tuple[Any, ...], static: Skeleton):
-        self._arrays: tuple[Any, ...] = arrays
-        self._static: Skeleton = static
-
-    @property
-    def arrays(self) -> tuple[Any, ...]:
-        return self._arrays
-
-    @property
-    def static(self) -> Skeleton:
-        return self._static
+        self.arrays: tuple[Any, ...] = arrays
+        self.static: Skeleton = static
 
     @property
     def tree(self) -> T:
-        return self._static.fill(self._arrays)
+        return self.static.fill(self.arrays)
 
     def __repr__(self) -> str:
-        root = self._static.treedef.node_data()  # None for a tree that is a single array
+        root = self.static.treedef.node_data()  # None for a tree that is a single array
         name = f" {root[0].__name__}" if root else ""
-        return f"<Packed{name}: {count(len(self._static), 'array')}>"
+        return f"<Packed{name}: {count(len(self.static), 'array')}>"
 
 
 # The arrays are children of the node itself, so JAX's C++ code iterates over them. Each key holds a
@@ -66,7 +58,7 @@ register_pytree_with_keys(
     Packed,
     lambda packed: (tuple(zip(packed.static.keys, packed.arrays, strict=True)), packed.static),
     lambda static, arrays: Packed(tuple(arrays), static),
-    lambda packed: (packed._arrays, packed._static),
+    lambda packed: (packed.arrays, packed.static),
 )
 
 
