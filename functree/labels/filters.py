@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from functree.argument_checks import check_callback, shown
-from functree.errors import USERS_ERRORS, RuleError, did_you_mean, error_text
+from functree.errors import USERS_ERRORS, RuleError, error_text
 from functree.labels.leaf import Leaf
 from functree.tree.globs import glob_pattern, literal_text, match_text, meant_glob
 from functree.tree.paths import Path, tokens
@@ -132,7 +132,8 @@ class Glob(Filter):
         glob_pattern(self.pattern)
 
     def __call__(self, leaf: Leaf, /) -> bool:
-        path = pattern_path(leaf, first_key(self.pattern))
+        # If the pattern begins with a name above the leaf, so does the path that it must match.
+        path = leaf.named(first_key(self.pattern)) or leaf.seen
         if path is None:
             return False
         return glob_pattern(self.pattern).fullmatch(match_text(path)) is not None
@@ -151,27 +152,6 @@ def first_key(pattern: str) -> Path:
     if not parts or ("*" in parts[0] and parts[0][0] not in '"['):
         return Path()
     return Path.parse(parts[0])
-
-
-def pattern_path(leaf: Leaf, first: Path) -> Path | None:
-    """Return the path that a pattern must match to select a leaf.
-
-    If the pattern begins with a name above the leaf, so does the path.
-    """
-    return leaf.named(first) or leaf.seen
-
-
-@dataclass(frozen=True, repr=False)
-class ExactPath(Filter):
-    """Filter for the leaf at a path, which may have keys that no glob can express."""
-
-    path: Path
-
-    def __call__(self, leaf: Leaf, /) -> bool:
-        return self.path == pattern_path(leaf, Path(self.path[:1]))
-
-    def __repr__(self) -> str:
-        return f"Path({tuple(self.path)!r})"
 
 
 def glob(pattern: str) -> Filter:
@@ -219,15 +199,10 @@ class Regex(Filter):
     def __call__(self, leaf: Leaf, /) -> bool:
         if leaf.seen is None:
             return False
-        match = self.pattern.fullmatch if self.separator is None else self.pattern.search
-        return match(self.text(leaf.seen)) is not None
-
-    def text(self, path: Path) -> str:
-        """Format a path as the text that the expression is matched against."""
         if self.separator is None:
-            return str(path)
+            return self.pattern.fullmatch(str(leaf.seen)) is not None
         # Other libraries do not quote keys, so a quoted key would never match their patterns.
-        return self.separator.join(map(str, path))
+        return self.pattern.search(self.separator.join(map(str, leaf.seen))) is not None
 
     def __repr__(self) -> str:
         if self.separator is None:
@@ -346,7 +321,7 @@ class Everything(Filter):
 
 
 def patterns(item: Filter) -> Iterator[Filter]:
-    """Return the globs, paths and regular expressions in a filter."""
+    """Return the globs and regular expressions in a filter."""
     return (part for part in naming(item) if not isinstance(part, ClassFilter))
 
 
@@ -356,7 +331,7 @@ def naming(item: Filter) -> Iterator[Filter]:
     Unlike filters for a property, they refer to one particular tree.
     """
     for part in atoms(item):
-        if isinstance(part, Glob | ExactPath | Regex | ClassFilter):
+        if isinstance(part, Glob | Regex | ClassFilter):
             yield part
 
 
@@ -375,13 +350,8 @@ def negated_patterns(item: Filter) -> Iterator[Filter]:
 
 
 def first_name(pattern: Filter) -> Path:
-    """Return the first key of a glob or exact path as a path; for other filters, an empty path."""
-    match pattern:
-        case Glob():
-            return first_key(pattern.pattern)
-        case ExactPath():
-            return Path(pattern.path[:1])
-    return Path()
+    """Return the first key of a glob as a path; for other filters, an empty path."""
+    return first_key(pattern.pattern) if isinstance(pattern, Glob) else Path()
 
 
 def names(item: Filter, leaf: Leaf) -> bool:
@@ -405,21 +375,18 @@ class FirstMatch:
     """
 
     def __init__(self, filters: Sequence[Filter]):
-        # Paths and globs without wildcards go into a dict, since a tree of specs has one path per
-        # leaf.
+        # Globs without wildcards go into a dict, since a tree of specs has one such glob per leaf.
         self._literals: dict[str, int] = {}
         # All other filters. A glob comes with its regular expression and its first key.
         self._others: list[tuple[int, Filter, re.Pattern[str] | None, Path]] = []
         for i, item in enumerate(filters):
             literal = expression = None
-            if isinstance(item, ExactPath):
-                literal = match_text(item.path)
-            elif isinstance(item, Glob):
+            if isinstance(item, Glob):
                 literal, expression = literal_text(item.pattern), glob_pattern(item.pattern)
             if literal is None:
                 self._others.append((i, item, expression, first_name(item)))
             else:
-                self._literals.setdefault(literal, i)  # the first of two equal paths decides
+                self._literals.setdefault(literal, i)  # the first of two equal globs decides
 
     def __call__(self, leaf: Leaf) -> int | None:
         # The texts of the path that filters match, and of the paths from names above the leaf.
@@ -472,7 +439,7 @@ def as_filter(written: Any) -> Filter:
         case types.EllipsisType():
             return Everything()
         case Path():
-            return ExactPath(written)
+            return Glob(str(written))
     # `typing.Union[A, B]` and `Box[int]` are not instances of the classes above.
     if typing.get_origin(written) is not None:
         return under(written)
@@ -488,27 +455,22 @@ def as_filter(written: Any) -> Filter:
 
 
 def meant(item: Filter, leaves: Iterable[Leaf]) -> str:
-    """Return `; did you mean ...?` with a similar pattern or path that matches one of the leaves.
+    """Return `; did you mean ...?` with a similar glob that matches one of the leaves.
 
     For a class filter, the text instead names a class of the tree with the same name. The text is
-    empty if nothing is similar, or if the filter is neither a pattern nor a class.
+    empty if nothing is similar, or if the filter is neither a glob nor a class.
     """
+    if isinstance(item, ClassFilter):
+        return _of_that_name(item, leaves)
+    if not isinstance(item, Glob):
+        return ""
     paths: dict[Path, None] = {}
     for leaf in leaves:
         if leaf.seen is not None:
             paths[leaf.seen] = None
         if first_name(item):  # a glob that begins with a wildcard matches no path from a root
             paths.update(dict.fromkeys(root.path for root in leaf.roots))
-    match item:
-        case Glob():
-            return meant_glob(item.pattern, paths)
-        case Regex():
-            return did_you_mean(item.pattern.pattern, map(item.text, paths))
-        case ExactPath():
-            return did_you_mean(item.path, paths)
-        case ClassFilter():
-            return _of_that_name(item, leaves)
-    return ""
+    return meant_glob(item.pattern, paths)
 
 
 def _of_that_name(item: ClassFilter, leaves: Iterable[Leaf]) -> str:
@@ -520,7 +482,8 @@ def _of_that_name(item: ClassFilter, leaves: Iterable[Leaf]) -> str:
                 # A notebook's cell that runs again defines its classes again.
                 return (
                     f"; the tree contains instances of another class, `{cls.__module__}."
-                    f"{cls.__qualname__}`: use this class or, if you defined it again, rebuild the tree"
+                    f"{cls.__qualname__}`: use this class or, if you defined it again, rebuild the "
+                    "tree"
                 )
     return ""
 

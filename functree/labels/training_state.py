@@ -6,7 +6,7 @@ The leaves of a tree ─► the same leaves, with these labels.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from functree.labels.filters import ExactPath, Filter, Glob, first_name
+from functree.labels.filters import Filter, Glob, first_name
 from functree.labels.leaf import FollowedLeaf, Leaf, Root
 from functree.labels.optimizer.followed_parameters import TrainedModel
 from functree.labels.optimizer.optimizer_state import followed_by, following
@@ -27,12 +27,7 @@ def names_field(pattern: Filter) -> bool:
     """
     if first_name(pattern) in ((MODEL,), (OPTIMIZER,), ("state",)):
         return True
-    match pattern:
-        case Glob():
-            return pattern.pattern in FOLLOWING
-        case ExactPath():
-            return str(pattern.path) in FOLLOWING
-    return False
+    return isinstance(pattern, Glob) and pattern.pattern in FOLLOWING
 
 
 class Scope(NamedTuple):

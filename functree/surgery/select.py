@@ -401,18 +401,14 @@ def _telling(fits: Callable[[Path, Tree], Any]) -> _Fits:
         try:
             return bool(fits(path, node))
         except USERS_ERRORS as error:
-            why = f"{_name(fits)} raised {error_text(error)}"
+            name = getattr(fits, "__name__", repr(fits))
             remedy = "pass a function that takes the path and the value of any node, including "
             remedy += "modules, and returns a bool: `lambda path, node: ...`"
+            why = f"{name} raised {error_text(error)}"
             problem = Problem(path, None, value_text(node), why, remedy)
-            raise RuleError(f"where: the function {_name(fits)} failed", [problem]) from error
+            raise RuleError(f"where: the function {name} failed", [problem]) from error
 
     return fits_or_tells
-
-
-def _name(what: Any) -> str:
-    """Return the name of a class or function, for messages."""
-    return getattr(what, "__name__", None) or repr(what)
 
 
 def select(tree: T) -> Selection[T]:

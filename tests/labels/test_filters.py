@@ -3,9 +3,7 @@
 # ruff: noqa: UP007  (`Union` and `Optional` are forms under test)
 
 import enum
-import pickle
 import re
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, Union
 
@@ -13,7 +11,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -252,10 +249,10 @@ class Color(enum.Enum):
 
 # A bias' moment, in the training state at `runs.0`.
 MOMENT = LEAVES[0]._replace(
-    path=ft.Path(("runs", 0, "opt_state", 0, "mu", Color.RED, "bias")),
-    seen=ft.Path((Color.RED, "bias")),
+    path=ft.Path(("runs", 0, "opt_state", 0, "mu", "w", "bias")),
+    seen=ft.Path(("w", "bias")),
     roots=tuple(
-        Root("a name", ft.Path(("runs", 0, "opt_state", 0, "mu", Color.RED, "bias")[start:]))
+        Root("a name", ft.Path(("runs", 0, "opt_state", 0, "mu", "w", "bias")[start:]))
         for start in range(3)
     ),
 )
@@ -269,7 +266,7 @@ FIELDS: dict[str, tuple[Any, bool, bool]] = {
     "glob from an index above": ("0.opt_state.**", True, True),
     "glob of another moment": ("opt_state.*.nu.**", False, False),
     "glob of a leaf": ("**.bias", True, False),
-    "path": (ft.Path(("opt_state", 0, "mu", Color.RED, "bias")), True, True),
+    "path": (ft.Path(("opt_state", 0, "mu", "w", "bias")), True, True),
     "not": (~ft.glob("opt_state.**"), False, True),
     "and": (ft.glob("**.bias") & "opt_state.**", True, True),
     "or": (ft.glob("opt_state.*.nu.**") | "opt_state.*.mu.**", True, True),
@@ -285,16 +282,5 @@ def test_whether_a_filter_names_something_above(case: str) -> None:
 
 
 def test_a_path_with_a_key_that_has_no_literal() -> None:
-    tree = OrderedDict({(Color.RED,): [jnp.ones(4)], (Color.BLUE,): [jnp.ones(4)]})
-    path, away = ft.Path(((Color.RED,), 0)), ft.Path(((Color.BLUE,), 0))
-    chosen = as_filter(path)
-    assert [chosen(leaf) for leaf in read(tree).leaves] == [True, False]
-    assert chosen == pickle.loads(pickle.dumps(chosen)) != as_filter(away)
-    layout = ft.StateSharding({path: ft.P("data"), ...: ft.P()})
-    plan = ft.plan(tree, layout, {"data": 2})
-    assert [row.spec for row in plan] == [ft.P("data"), ft.P(None)]
     with raises("is not a path", error=RuleError):
-        ft.StateSharding.from_specs(plan.specs)
-    with raises("matches no leaf of OrderedDict", error=RuleError):
-        wrt = ft.is_trainable & ~as_filter(ft.Path(("no", Color.RED)))
-        ft.plan_optimizer(optax.sgd(1.0), tree, ft.P(), {"data": 2}, wrt=wrt)
+        as_filter(ft.Path((Color.RED, 0)))
