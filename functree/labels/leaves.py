@@ -37,18 +37,17 @@ from functree.labels.annotations.given_names import (
 )
 from functree.labels.annotations.hints import NOTHING, Hint, field_hints
 from functree.labels.annotations.leaf_axes import (
+    Fault,
     Memory,
-    Unread,
     leaf_axes,
-    other_structure,
     state_axes,
     without_keys,
+    without_names,
 )
 from functree.labels.leaf import Leaf, unheld_problem
 from functree.tree.arrays import AnyArray, Tree, is_array, is_unheld_number
 from functree.tree.axes import Axes, Names
 from functree.tree.interfaces import Stack, StateMapping, TrainingState
-from functree.tree.nodes import children
 from functree.tree.paths import Keys, Path, first_beginning, plain_key
 from functree.tree.prefix import PrefixOf, aligned
 from functree.tree.skeleton.kinds import (
@@ -212,7 +211,7 @@ class Context(NamedTuple):
     given: tuple[GivenNames, ...] = ()
     buffer: bool = False
     pending: GivenNames | None = None
-    unread: Unread | None = None
+    unread: Fault | None = None
 
 
 def inside_of(context: Context, cls: type) -> Context:
@@ -221,7 +220,7 @@ def inside_of(context: Context, cls: type) -> Context:
 
 
 def _in_module(
-    node: Tree, inside: Context, opened: tuple[GivenNames, ...], unread: Unread | None
+    node: Tree, inside: Context, opened: tuple[GivenNames, ...], unread: Fault | None
 ) -> Context:
     """Return the context below a module, with the module's stack and the names given there."""
     stack = inside.stack
@@ -304,10 +303,8 @@ class _Walk:
             hint = hint.tried()
         if hint.buffer:
             context = context._replace(buffer=True)
-        if kind not in LEAVES:
-            unread = other_structure(hint, node)
-            if unread is not None:
-                context = context._replace(unread=unread)
+        if kind not in LEAVES and hint.is_about_arrays:
+            context = context._replace(unread=without_names(hint))
         if hint.names is not None and kind is not NONE:
             given = GivenNames(hint.names, len(path), Giver.FIELD)
             self.fields.append((node, path, given))
@@ -325,8 +322,10 @@ class _Walk:
         outside = given_axes(place, given) if given else None
         axes = leaf_axes(self.memory, value, place, hint, outside, stack)
         leaf = Leaf(place, value, *axes, within, place, (), len(stack), buffer)
-        if not axes.annotated and (unread is not None or hint is not NOTHING):
-            leaf = leaf._replace(unread=other_structure(hint, value) or unread)
+        if not axes.annotated and hint.is_about_arrays:
+            unread = without_names(hint)
+        if not axes.annotated and unread is not None:
+            leaf = leaf._replace(unread=unread)
         self.leaves.append(leaf)
 
     def _node(self, node: Tree, kind: Kind, path: Keys, hint: Hint, context: Context) -> None:
@@ -412,21 +411,13 @@ def named_arrays(leaves: Leaves, tree: Tree, axes: AxesTree) -> Leaves:
 
     Raises:
         RuleError: if the structure of the axes does not match the tree.
-        ShardingError: if axes are given to a value that is not an array.
         ShardingError: if the axes differ from an array's annotation.
         ShardingError: if the number of axes differs from an array's number of dimensions.
     """
     given: dict[Keys, Axes] = {}
-    for written, path, subtree in aligned(axes, tree, _AXES):
-        if written is None:
-            continue
-        given[path] = Axes.of(written)
-        if children(subtree) is None and not is_array(subtree):
-            kind = type(subtree).__name__
-            raise ShardingError(
-                f'axes="{given[path]}" names the dimensions of a bare array, but the value has '
-                f"type {kind}: write `None` for this value"
-            )
+    for written, path, _ in aligned(axes, tree, _AXES):
+        if written is not None:
+            given[path] = Axes.of(written)
     named_leaves, problems = list(leaves.leaves), list[Problem]()
     for i, leaf in enumerate(leaves.leaves):
         place = first_beginning(leaf.path, given)

@@ -9,10 +9,8 @@ import weakref
 from typing import (
     Annotated,
     Any,
-    Final,
     Generic,
     NamedTuple,
-    NewType,
     TypeAlias,
     TypeVar,
     Union,
@@ -38,9 +36,6 @@ from tests.lib.trees import hold, linear, x
 P = ft.P
 T = TypeVar("T")
 U = TypeVar("U")
-Bounded = TypeVar("Bounded", bound=Float[Array, "bound"])
-Constrained = TypeVar("Constrained", Float[Array, "one"], Float[Array, "two two_"])
-Embedding = NewType("Embedding", Float[Array, "vocab embed"])
 Weight: TypeAlias = Float[Array, "embed hidden"]
 Many: TypeAlias = list[T]
 Nested = Union[Float[Array, "a b"], dict[str, "Nested"]]
@@ -165,12 +160,8 @@ TABLE: dict[str, tuple[Any, Any, list[str]]] = {
     "under a generic of another class": (Mixin[Float[Array, "a"]] | Box[Float[Array, "b"]], Box(x(2)), ["b"]),
     "plain subclass under a generic": (Box[Float[Array, "a"]], Plain(x(2)), ["a"]),
     "generic named tuple": (Pair[Float[Array, "left"]], Pair(x(2), x(3)), ["left", "right"]),
-    "bound of a type variable": (Bounded, x(2), ["bound"]),
-    "constraints of one": (Constrained, x(2, 3), ["two two_"]),
     # aliases
     "generic alias": (Many[Float[Array, "a"]], [x(2)], ["a"]),
-    "new type": (Embedding, x(2, 3), ["vocab embed"]),
-    "final": (Final[Float[Array, "a"]], x(2), ["a"]),
     "partly in quotes": (list["Weight"], [x(2, 3)], ["embed hidden"]),
     "a quoted alternative": (Union[Float[Array, "a"], "Weight"], x(2, 3), ["embed hidden"]),
     "recursive": (Nested, {"k": {"l": x(2, 3)}}, ["a b"]),

@@ -63,7 +63,7 @@ def test_the_warning_of_what_rules_replicate():
     [text] = [str(warning.message) for warning in caught]
     for fragment in (
         "`tied.0`", "`tied.1`", "(its class Tied is registered with JAX", ": register it with keys (",
-        "`other.w.0`", "(its annotation `Float", "the annotated value, which has type list: write `Float[Array",
+        "`other.w.0`", "(its annotation `Float", "names the axes of no array at this path: write `Float[Array",
         "`bare.0` f32[8, 16] (no axis names)", ": annotate them ",
     ):  # fmt: skip
         assert fragment in text, text
@@ -116,21 +116,21 @@ class Bare(eqx.Module):
 HIDDEN, MATRIX = Float[Array, "hidden"], Float[Array, "embed hidden"]
 LAYER = eqx.nn.Linear(8, 16, key=jax.random.key(0))
 
-# Annotation, value ─► the path of the first leaf, and what the value is.
-STRUCTURES: dict[str, tuple[Any, Any, str, str]] = {
-    "a list for an array": (MATRIX, [W], "w.0", "has type list"),
-    "a layer for an array": (MATRIX, LAYER, "w.weight", "has type Linear"),
-    "an array for a list": (list[HIDDEN], B, "w", "is an array"),
-    "an array for a class": (Box[HIDDEN], B, "w", "is an array"),
-    "elements behind those of a tuple": (tuple[MATRIX, HIDDEN], (W, B + 1, B), "w.2", "has type tuple"),
-}  # fmt: skip
+# Annotation, value ─► the path of the first leaf without names.
+STRUCTURES: dict[str, tuple[Any, Any, str]] = {
+    "a list for an array": (MATRIX, [W], "w.0"),
+    "a layer for an array": (MATRIX, LAYER, "w.weight"),
+    "an array for a list": (list[HIDDEN], B, "w"),
+    "an array for a class": (Box[HIDDEN], B, "w"),
+    "elements behind those of a tuple": (tuple[MATRIX, HIDDEN], (W, B + 1, B), "w.2"),
+}
 
 
 @pytest.mark.parametrize("case", STRUCTURES)
 def test_annotation_and_value_of_different_structure(case: str):
-    annotation, value, path, have = STRUCTURES[case]
-    why = f"does not fit the structure of the annotated value, which {have}"
-    with raises(f"\n  {path}", "has no axis names: its annotation ", why, "`PyTree[Float"):
+    annotation, value, path = STRUCTURES[case]
+    why = "has no axis names: its annotation "
+    with raises(f"\n  {path}", why, "names the axes of no array at this path", "`PyTree[Float"):
         specs(hold(annotation, value))
 
 

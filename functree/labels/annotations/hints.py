@@ -382,10 +382,7 @@ def parse(hint: Any, namespace: Namespace) -> Hint:
         if hint in namespace.values:
             value, outside = namespace.values[hint]
             return parse(value, replace(outside, spec=namespace.spec or outside.spec))
-        # A variable without a value may be anything that its constraints or bound allow.
-        bounds = hint.__constraints__ or (hint.__bound__,)
-        outside = Namespace(hint.__module__, spec=namespace.spec)
-        return merge(parse(bound, outside) for bound in bounds)
+        return NOTHING
     # The class is compared by name, since it is new in Python 3.12, and typing_extensions has its
     # own class for older versions.
     if type(origin or hint).__name__ == "TypeAliasType":
@@ -398,10 +395,6 @@ def parse(hint: Any, namespace: Namespace) -> Hint:
         if any(array in args for array in (jax.Array, np.ndarray, Any)):
             namespace = replace(namespace, optional=True)
         return merge(parse(arg, namespace) for arg in args)
-    if origin is typing.Final:
-        return parse(args[0], namespace)
-    if isinstance(hint, typing.NewType):
-        return parse(hint.__supertype__, namespace)
     if isinstance(hint, type) and issubclass(hint, jaxtyping.AbstractArray):
         form = array_form(hint.dim_str, hint.dtype)._replace(spec=namespace.spec)
         return Hint(text=hint_text(hint), forms=(form,))

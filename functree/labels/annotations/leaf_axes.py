@@ -17,7 +17,7 @@ from functree.labels.annotations.hints import (
     form_of_axes,
 )
 from functree.labels.leaf import array_problem
-from functree.tree.arrays import AnyArray, Tree, is_array
+from functree.tree.arrays import AnyArray
 from functree.tree.axes import Axes, OpenAxes
 from functree.tree.paths import Path
 
@@ -32,6 +32,9 @@ class LeafAxes(NamedTuple):
     misfit: Problem | None = None
     forms: tuple[ArrayForm, ...] = ()
 
+
+Fault = tuple[str, str]
+"""The reason why an annotation does not apply, and the remedy."""
 
 # The layers of a model share annotations, shapes and dtypes, so the axes are computed once for each
 # combination. Each walk over a tree has its own memory.
@@ -52,13 +55,15 @@ def leaf_axes(
     come from its annotation.
     """
     key = (hint, value.shape, value.dtype, given, stack)
-    axes = memory.get(key)
-    if axes is None:
-        axes = _read(value, path, hint, given, stack)
-        # A misfit contains the path of the leaf, so it cannot be reused for other leaves.
-        if axes.misfit is None:
-            memory[key] = axes
-    return axes
+    known = memory.get(key)
+    if known is not None:
+        return known
+    axes = _read(value, hint, given, stack)
+    if isinstance(axes, LeafAxes):
+        memory[key] = axes
+        return axes
+    # A misfit contains the path of the leaf, so it cannot be reused for other leaves.
+    return _misfit(value, path, stack, axes)
 
 
 def state_axes(value: AnyArray, path: Path, declared: Axes) -> LeafAxes:
@@ -78,39 +83,43 @@ def state_axes(value: AnyArray, path: Path, declared: Axes) -> LeafAxes:
         f"{STACK}; otherwise lay the state out with a spec (`P(...)`), or declare all dimensions "
         "in the `StateRef`"
     )
-    return _misfit(value, path, (), why, remedy)
+    return _misfit(value, path, (), (why, remedy))
+
+
+def _misfit(value: AnyArray, path: Path, stack: tuple[str, ...], fault: Fault) -> LeafAxes:
+    return LeafAxes(_unknown(value, stack), True, misfit=array_problem(path, value, *fault))
 
 
 def _read(
-    value: AnyArray, path: Path, hint: Hint, given: Axes | OpenAxes | None, stack: tuple[str, ...]
-) -> LeafAxes:
+    value: AnyArray, hint: Hint, given: Axes | OpenAxes | None, stack: tuple[str, ...]
+) -> LeafAxes | Fault:
     ndim = len(value.shape) - len(stack)
     fitting = hint.forms_for(ndim)
     if given is not None:
         form = form_of_axes(given)
         if not form.fits(ndim):
-            return _wrong_rank(value, path, f'"{given}"', stack, [len(form.dims)])
+            return _wrong_rank(value, f'"{given}"', stack, [len(form.dims)])
         # Names from outside replace the annotation's names, but not its dtypes and specs.
         fitting = [form._replace(dtype=f.dtype, spec=f.spec) for f in fitting] or [form]
-        return _chosen(value, path, hint, fitting, stack)
+        return _chosen(value, hint, fitting, stack)
     if hint.references:
-        return _unresolved(value, path, hint, stack)
+        return _unresolved(hint)
     if not hint.forms:
         # A stack of scalars has only the axes of the stack, so all its axes are named.
         return LeafAxes(_unknown(value, stack), bool(stack) and len(value.shape) == len(stack))
     for form in hint.forms:
         if form.wrong:
             remedy = "write only axis names in the annotation, and choose mesh axes with rules"
-            return _misfit(value, path, stack, f"{form.wrong}: `{hint.text}`", remedy)
+            return f"{form.wrong}: `{hint.text}`", remedy
     if not fitting:
         ranks = sorted({len(form.dims) for form in hint.forms})
-        return _wrong_rank(value, path, hint.text, stack, ranks)
-    return _chosen(value, path, hint, fitting, stack)
+        return _wrong_rank(value, hint.text, stack, ranks)
+    return _chosen(value, hint, fitting, stack)
 
 
 def _chosen(
-    value: AnyArray, path: Path, hint: Hint, fitting: Sequence[ArrayForm], stack: tuple[str, ...]
-) -> LeafAxes:
+    value: AnyArray, hint: Hint, fitting: Sequence[ArrayForm], stack: tuple[str, ...]
+) -> LeafAxes | Fault:
     """Choose among the alternatives with the right rank, by dtype if their axes or specs differ."""
     options = _different(fitting, value, stack)
     if len(options) > 1:
@@ -126,7 +135,7 @@ def _chosen(
         "give the alternatives different ranks or dtypes, or name the axes with "
         "`Annotated[Array, ft.Axes(...)]`"
     )
-    return _misfit(value, path, stack, why, remedy)
+    return why, remedy
 
 
 def _different(
@@ -179,9 +188,7 @@ STACK = (
 )
 
 
-def _wrong_rank(
-    value: AnyArray, path: Path, hint: str, stack: tuple[str, ...], ranks: Sequence[int]
-) -> LeafAxes:
+def _wrong_rank(value: AnyArray, hint: str, stack: tuple[str, ...], ranks: Sequence[int]) -> Fault:
     have = len(value.shape)
     after = ""
     if stack:
@@ -193,10 +200,10 @@ def _wrong_rank(
             f"{STACK}; otherwise {remedy}, or name its dimensions in the layout "
             "(`names={cls: ft.names(...)}`)"
         )
-    return _misfit(value, path, stack, why, remedy)
+    return why, remedy
 
 
-def _unresolved(value: AnyArray, path: Path, hint: Hint, stack: tuple[str, ...]) -> LeafAxes:
+def _unresolved(hint: Hint) -> Fault:
     # Resolve the annotation again, to get the text of Python's error.
     try:
         _ = hint.settled
@@ -208,47 +215,19 @@ def _unresolved(value: AnyArray, path: Path, hint: Hint, stack: tuple[str, ...])
         "write an annotation that Python can evaluate: define or import its names in the class's "
         "module, not in a function or under `TYPE_CHECKING`"
     )
-    return _misfit(value, path, stack, why, remedy)
+    return why, remedy
 
 
-def _misfit(value: AnyArray, path: Path, stack: tuple[str, ...], why: str, remedy: str) -> LeafAxes:
-    return LeafAxes(_unknown(value, stack), True, misfit=array_problem(path, value, why, remedy))
-
-
-Unread = tuple[str, str]
-"""The reason why an annotation does not apply, and the remedy."""
-
-
-def other_structure(hint: Hint, node: Tree) -> Unread | None:
-    """Explain why an annotation does not apply to a node or an array.
-
-    Returns:
-        The reason and the remedy, or None if the annotation applies or is not about arrays.
-    """
-    if hint.references or not hint.is_about_arrays or _is_about(hint, node):
-        return None
-    have = "is an array" if is_array(node) else f"has type {type(node).__name__}"
+def without_names(hint: Hint) -> Fault:
+    """Explain that an annotation about arrays names the axes of no array at a leaf's path."""
     return (
-        f"its annotation `{hint.text}` does not fit the structure of the annotated value, which "
-        f"{have}",
+        f"its annotation `{hint.text}` names the axes of no array at this path",
         'write `Float[Array, "<axes>"]` for an array, `PyTree[Float[Array, "<axes>"]]` for a '
         "container of any structure, and `Annotated[cls, ft.names(...)]` for a module",
     )
 
 
-def _is_about(hint: Hint, node: Tree) -> bool:
-    """Return whether an annotation is for values with a node's structure."""
-    if is_array(node):
-        return bool(hint.forms)
-    if hint.below is not None:
-        return True
-    if isinstance(node, list | tuple | dict):
-        if hint.element is not None or len(node) <= len(hint.elements):
-            return True
-    return any(issubclass(type(node), origin) for origin, _ in hint.generics)
-
-
-def without_keys(cls: type) -> Unread:
+def without_keys(cls: type) -> Fault:
     """Explain why the annotations of a class do not apply to its children."""
     return (
         f"its class {cls.__name__} is registered with JAX without keys that name its fields, so "
