@@ -204,7 +204,7 @@ class Selection(Generic[T]):
         Raises:
             FunctreeError: if nothing is selected.
         """
-        return self._changed(lambda path, node: value)
+        return self._changed([value] * len(self._paths))
 
     def set_each(self, values: Sequence[Any]) -> T:
         """Replace each selected part with its own value, and return the tree.
@@ -223,8 +223,7 @@ class Selection(Generic[T]):
                 f"set_each: got {count(len(values), 'value')} for {count(len(self._paths), 'part')}"
             )
             raise self._refuse(headline, "pass one value for each part")
-        by_path = dict(zip(self._paths, values, strict=True))
-        return self._changed(lambda path, node: by_path[path])
+        return self._changed(values)
 
     # Two signatures, so that type checkers infer the parameters of a lambda.
     @overload
@@ -248,7 +247,9 @@ class Selection(Generic[T]):
             {'a': 'a=1', 'b': ['b.0=2']}
         """
         check("apply: invalid arguments", fn=(fn, FUNCTION), with_path=(with_path, FLAG))
-        return self._changed(fn if with_path else lambda path, node: fn(node))
+        if with_path:
+            return self._changed([fn(path, part) for path, part in self._parts()])
+        return self._changed([fn(part) for part in self])
 
     def insert_after(self, value: Any) -> T:
         """Insert a value after each selected element of a list or tuple, and return the tree.
@@ -323,14 +324,16 @@ class Selection(Generic[T]):
                 matched.append(places[index])
         return matched
 
-    def _changed(self, change: Callable[[Path, Tree], Any]) -> T:
-        """Replace each selected part. Nodes that contain no selected part keep their identity.
+    def _changed(self, values: Sequence[Any]) -> T:
+        """Replace each selected part with its own value.
+
+        Nodes that contain no selected part keep their identity.
 
         Raises:
             FunctreeError: if nothing is selected.
         """
         self._check_some()
-        return with_nodes(self._tree, {path: change(path, part) for path, part in self._parts()})
+        return with_nodes(self._tree, dict(zip(self._paths, values, strict=True)))
 
     def _replaced(self, by: Callable[[Tree], tuple[Tree, ...]], *, insert: bool) -> T:
         """Replace each selected element with several elements (`insert`) or with none.

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from functree.errors import RuleError, did_you_mean, nearest
-from functree.tree.paths import QUOTED, Path, part_text, tokens
+from functree.tree.paths import Path, part_text, tokens
 
 # A path is matched as a text with control characters, because a key may contain any printable
 # character.
@@ -84,14 +84,6 @@ def glob_regex(pattern: str, *, groups: bool = False) -> str:
     Raises:
         RuleError: if the glob cannot be parsed.
     """
-    try:
-        return _regex(pattern, groups)
-    except RuleError:
-        _refuse_shell(pattern)
-        raise
-
-
-def _regex(pattern: str, groups: bool) -> str:
     expression = ""
     before = None
     for part in tokens(pattern):
@@ -101,29 +93,6 @@ def _regex(pattern: str, groups: bool) -> str:
             expression += _part_regex(part, pattern, groups)
         before = part
     return expression
-
-
-# These expressions find keys in a shell's syntax: `?` matches any character, and `[qkv]`, `[0-9]`
-# and `[!b]` match one of several characters. In functree, a key in brackets is a literal, so it is
-# refused only if it cannot be parsed. A number in brackets is meant as an index.
-_SHELL_PART = re.compile(r"(?<![^.])(?:[\w*?-]|\[[!^]?[\w-]+\])+(?![^.])")
-_INDEXED = re.compile(r"\w*(?:\[-?\d+\])+")
-
-
-def _refuse_shell(pattern: str) -> None:
-    """Refuse an invalid glob that has a shell's wildcards.
-
-    Raises:
-        RuleError: if a key has such wildcards.
-    """
-    for part in _SHELL_PART.findall(re.sub(QUOTED, '"', pattern)):
-        if "?" in part or ("[" in part and not _INDEXED.fullmatch(part)):
-            raise RuleError(
-                f"glob {pattern!r}: cannot parse {part!r}, since only `*` and `**` are wildcards: "
-                "write `*` for any text within one key, join several globs "
-                '(`ft.glob("**.wq") | ft.glob("**.wk")`), '
-                "or use a regular expression (`re.compile`)"
-            ) from None
 
 
 def literal_text(pattern: str) -> str | None:
@@ -145,12 +114,6 @@ def _part_regex(token: str, pattern: str, groups: bool) -> str:
     if token == "**":
         parts = f"(?:{_SEPARATOR}[^{_SEPARATOR}]*)*"
         return f"({parts})" if groups else parts
-    if "{" in token and token[0] not in '"[':
-        raise RuleError(
-            f"glob {pattern!r}: {token!r} abbreviates several paths in a plan, and is not a glob: "
-            "replace it with `*`, or join one glob per path "
-            '(`ft.glob("blocks.*.up") | ft.glob("blocks.*.down")`)'
-        )
     if "*" not in token or token[0] in '"[':
         return re.escape(match_text(Path.parse(token)))
     if "**" in token or not re.fullmatch(r"[\w*]+", token):

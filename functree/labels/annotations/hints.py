@@ -292,10 +292,6 @@ class Hint:
             return self._under
         return replace(merge((element, self.below)), below=self.below)
 
-    def forms_for(self, ndim: int) -> list[ArrayForm]:
-        """Return the forms that fit an array of this rank, if the field itself holds the array."""
-        return [form for form in self.forms if form.fits(ndim)]
-
     @cached_property
     def _under(self) -> "Hint":
         # Hints are compared by identity. The cache lets all elements of a container share one hint.

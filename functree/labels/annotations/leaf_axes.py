@@ -94,7 +94,7 @@ def _read(
     value: AnyArray, hint: Hint, given: Axes | OpenAxes | None, stack: tuple[str, ...]
 ) -> LeafAxes | Fault:
     ndim = len(value.shape) - len(stack)
-    fitting = hint.forms_for(ndim)
+    fitting = [form for form in hint.forms if form.fits(ndim)]
     if given is not None:
         form = form_of_axes(given)
         if not form.fits(ndim):
