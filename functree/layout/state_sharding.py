@@ -14,11 +14,10 @@ from collections.abc import (
 )
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from types import EllipsisType, UnionType
 from typing import Any, Literal
 
 from functree.devices.meshes import MeshView
-from functree.errors import Problem, RuleError
+from functree.errors import Problem, RuleError, listed
 from functree.labels.filters import (
     Everything,
     Filter,
@@ -206,10 +205,8 @@ class StateSharding(Layout):
         """Return the fault of a leaf that no filter matches."""
         why = "no filter matches this leaf, since there are no filters"
         if self.filters:
-            listed = ", ".join(map(_written, self.filters[:8]))
-            why = f"no filter matches this leaf; the filters are {listed}"
-        if len(self.filters) > 8:
-            why += " and others"
+            filters = listed(list(map(_written, self.filters)), 8)
+            why = f"no filter matches this leaf; the filters are {filters}"
         return why, "add a filter for this leaf, or `...: P()` as the last filter"
 
     def __repr__(self) -> str:
@@ -227,18 +224,9 @@ TWO_READINGS = (
 )
 
 
-def _written(written: Any) -> str:
-    """Return the text of a filter, as a user writes it."""
-    match written:
-        case EllipsisType():
-            return "..."
-        case UnionType():
-            return " | ".join(map(_written, written.__args__))
-        case type():
-            return written.__name__
-        case str() | Path() | Filter():
-            return repr(written)
-    return repr(as_filter(written))
+def _written(item: Any) -> str:
+    """Return the text of a filter, as a user may write it."""
+    return repr(item) if isinstance(item, str) else repr(as_filter(item))
 
 
 def has_filters(layout: Layout) -> bool:

@@ -122,8 +122,8 @@ REFUSED: dict[str, tuple[Any, Any, list[str]]] = {
     ]),
     # Filters
     "no filter": ({"a": x(4), "b": x(4)}, ft.StateSharding({"a": P(), Position: P()}), [
-        "filter Position: matches no leaf",
-        "b: no filter matches this leaf; the filters are 'a', Position",
+        "filter under(Position): matches no leaf",
+        "b: no filter matches this leaf; the filters are 'a', under(Position)",
     ]),
     "no filters": (W, ft.StateSharding({}), ["w: no filter matches this leaf, since there are no filters"]),
     "a filter of nothing": (W, ft.StateSharding({"**.bais": P("data"), ...: P()}), [
