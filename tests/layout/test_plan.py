@@ -94,9 +94,7 @@ def test_a_row_by_path_tuple_and_text() -> None:
     for path in ("up", ("a.b", 1), ("a.b", "1", "up"), "0", ()):
         with pytest.raises(KeyError, match="no array at"):
             plan[path]
-    with raises(
-        "indexed with a path, not with 0: for rows by index, use `plan.rows`", error=TypeError
-    ):
+    with raises("cannot make a path from 0", error=ft.RuleError):
         _ = plan[0]
     with pytest.raises(KeyError, match=r'did you mean `"a.b".1.up`'):
         plan['"a.b".1.pu']

@@ -163,12 +163,6 @@ class Plan(Layout):
 
     def __getitem__(self, path: Any) -> Row:
         """Return the row at a path: an `ft.Path`, a tuple, or a string."""
-        if not isinstance(path, str | tuple):
-            # A plan has a length and is iterable, so users may try an index.
-            raise TypeError(
-                f"a plan is indexed with a path, not with {path!r}: for rows by index, use "
-                "`plan.rows`"
-            )
         key = Path(path)
         if key not in self._by_path:
             raise KeyError(f"there is no array at `{key}`{did_you_mean(key, self._by_path)}")
