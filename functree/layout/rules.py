@@ -439,8 +439,8 @@ _MISSING = (
 
 def array_spec(
     layout: Layout, axes: Axes, shape: Sequence[int], mesh: MeshView | None
-) -> PartitionSpec:
-    """Return the spec that a layout gives to an activation.
+) -> tuple[PartitionSpec, list[Problem]]:
+    """Return the spec that a layout gives to an activation, and the problems.
 
     A traced model constrains equal activations many times. The spec depends only on the arguments,
     so it is cached.
@@ -451,14 +451,11 @@ def array_spec(
         shape: its shape.
         mesh: the mesh; None to skip the checks of mesh axes and sizes.
 
-    Raises:
-        ShardingError: if the activation cannot be laid out. `renamed` completes its problems.
+    Returns:
+        The spec, and the problems of the activation and the layout. `renamed` completes them.
     """
     sizes = None if mesh is None else tuple(mesh.sizes.items())
-    spec, problems = _decided(layout, axes, tuple(shape), sizes)
-    if problems:
-        raise ShardingError("an array cannot be laid out", problems)
-    return spec
+    return _decided(layout, axes, tuple(shape), sizes)
 
 
 def renamed(problems: Iterable[Problem], **known: Any) -> list[Problem]:
@@ -533,18 +530,15 @@ def spec_of_axes(
         )
     # Any number of shards divides zero, so unknown sizes are not an error.
     sizes = (0,) * len(axes) if shape is None else shape
-    try:
-        return array_spec(layout, axes, sizes, mesh)
-    except ShardingError as error:
-        where = ""
-        if mesh is not None:
-            where = f" on mesh {mesh}"
-        what, shape = f'"{axes}"', None if shape is None else tuple(shape)
-        if shape is not None:
-            what += f" of shape {shape}"
+    spec, problems = array_spec(layout, axes, sizes, mesh)
+    if problems:
+        where = "" if mesh is None else f" on mesh {mesh}"
+        what = f'"{axes}"' if shape is None else f'"{axes}" of shape {tuple(shape)}'
         # There is no real array, so the problem has no path, and maybe no shape.
-        problems = renamed(error.problems, path=None, shape=shape, what=what)
-        raise ShardingError(f'"{axes}" cannot be laid out{where}', problems) from None
+        shape = None if shape is None else tuple(shape)
+        problems = renamed(problems, path=None, shape=shape, what=what)
+        raise ShardingError(f'"{axes}" cannot be laid out{where}', problems)
+    return spec
 
 
 BATCH = "batch"

@@ -117,10 +117,9 @@ def _by_axes(x: Any, axes: Axes, rules: LayoutLike) -> Any:
     if layout is None or layout.rules is None:
         raise ShardingError(_no_rules(layout, axes, mesh))
     view = local_view(agreed_mesh(mesh, [own]))
-    try:
-        spec = array_spec(layout, axes, x.shape, view)
-    except ShardingError as error:
-        raise _refused(renamed(error.problems, what=leaf.text), view) from None
+    spec, problems = array_spec(layout, axes, x.shape, view)
+    if problems:
+        raise _refused(renamed(problems, what=leaf.text), view)
     forgotten = forgotten_axes(layout, axes, view)
     if forgotten:
         # The text names no activation, so Python shows it once for each line of the user's program.
