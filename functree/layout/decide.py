@@ -22,12 +22,10 @@ from functree.labels.leaf import FollowedLeaf, Leaf, is_bare, is_in_module
 from functree.labels.leaves import Leaves
 from functree.labels.training_state import label_paths, names_field
 from functree.layout.decision import (
-    USE_PLAN_OPTIMIZER,
     WHOLE,
     Decision,
     Dimension,
     absent,
-    is_optimizer_state,
     leaf_problems,
     near_misses,
 )
@@ -225,16 +223,13 @@ def _filter_problems(groups: Sequence[Group]) -> Iterator[Problem]:
         is_argument = bool(name) and name[0] in part.scope.arguments
         return is_argument or (not has_state and names_field(pattern))
 
-    alone = any(is_optimizer_state(cls) for leaf in leaves[:1] for cls in leaf.within)
     for layout in filtered:
         yield from two_readings(layout, leaves)
         if not is_said:
             continue
         used = used_filters(layout, different.values())
         for problem in unused_filters(layout, used, leaves, elsewhere):
-            if layout.unused == "error" and alone:
-                yield problem._replace(remedy=problem.remedy + USE_PLAN_OPTIMIZER)
-            elif layout.unused == "error":
+            if layout.unused == "error":
                 yield problem
             else:
                 warn(f"{problem.what} {problem.why}")

@@ -9,9 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import jax
-from jax.experimental.layout import Format
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_map
 
 from functree.argument_checks import check_callback
@@ -23,10 +21,8 @@ from functree.labels.annotations.hints import Hint
 from functree.labels.leaf import Leaf
 from functree.labels.training_state import Scope
 from functree.layout.decision import (
-    USE_PLAN_OPTIMIZER,
     Decision,
     apply_spec,
-    is_optimizer_state,
     whole,
 )
 from functree.tree.axes import Names, dict_text
@@ -286,20 +282,8 @@ def merge_names(layouts: Iterable[Layout]) -> dict[type, Names]:
 # Values that a user writes
 
 
-_ONE_DEVICE = (
-    "; for a single device, write `P()` with the mesh `ft.make_mesh(data=1, devices=[device])`"
-)
-
-
 def meant_rules(value: object) -> str:
-    """Return a hint for an error about a value that is not a layout, or an empty string.
-
-    The user may have meant a table of rules, or passed JAX's own type for a sharding or device.
-    """
-    if isinstance(value, Format):
-        return "; the compiler chooses memory layouts, so write only this Format's `.sharding`"
-    if isinstance(value, Sharding | jax.Device):
-        return _ONE_DEVICE
+    """Return a hint for an error about a mapping that is probably a table of rules, or `""`."""
     if not isinstance(value, Mapping) or not value:
         return ""
     # A tree of layouts has layouts as values; a table of rules has mesh axes.
@@ -504,19 +488,10 @@ def _written(layout: LayoutLike, where: str) -> Layout:
         raise RuleError(f"at {where}: {error}") from error
 
 
-def _hint(prefix: Any, tree: Any) -> str:
-    """Return a hint for an error about layouts that do not fit the tree's structure.
-
-    The layouts may be meant as rules, or the tree may be an optimizer's state.
-    """
-    hint = meant_rules(prefix)
-    classes = {type(tree)}
-    # The state of `optax.chain` is a tuple of states.
-    if isinstance(tree, tuple):
-        classes.update(map(type, tree))
-    if any(map(is_optimizer_state, classes)):
-        hint += USE_PLAN_OPTIMIZER
-    return hint
-
-
-_LAYOUTS = PrefixOf("layouts", "layout", is_layout, f"is not a layout: write {LAYOUTS}", _hint)
+_LAYOUTS = PrefixOf(
+    "layouts",
+    "layout",
+    is_layout,
+    f"is not a layout: write {LAYOUTS}",
+    lambda prefix, tree: meant_rules(prefix),
+)

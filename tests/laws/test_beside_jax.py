@@ -73,10 +73,9 @@ def exported_with_ref() -> Any:
 
 
 PMAP = "If you use `jax.pmap`, replace it with `ft.shard_map`, or use `jax.grad` and"
-ONE = "for a single device, write `P()` with the mesh `ft.make_mesh(data=1, devices=[device])`"
+NO_LAYOUT = "is not a layout"
 SINGLE = SingleDeviceSharding(DEVICE)
 FORMAT = Format(Layout((0,)), NamedSharding(MESH, P("data")))
-OF_FORMAT = "; the compiler chooses memory layouts, so write only this Format's `.sharding`"
 
 JAX_VALUE = ("is a JAX value, but not an array", "Try: use its arrays instead, such as `ref[...]`")
 
@@ -113,10 +112,10 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
             "`@jaxtyped(typechecker=beartype)` above the class",
         ),
     ),
-    "one device, in": (lambda: ft.jit(lambda x: x, in_shardings=SINGLE)(X), (ONE,)),
-    "one device, shard": (lambda: ft.shard(X, SINGLE, MESH), (ONE,)),
-    "a device": (lambda: ft.shard(X, DEVICE, MESH), (ONE,)),
-    "a format": (lambda: ft.shard(X, FORMAT, MESH), (OF_FORMAT,)),
+    "one device, in": (lambda: ft.jit(lambda x: x, in_shardings=SINGLE)(X), (NO_LAYOUT,)),
+    "one device, shard": (lambda: ft.shard(X, SINGLE, MESH), (NO_LAYOUT,)),
+    "a device": (lambda: ft.shard(X, DEVICE, MESH), (NO_LAYOUT,)),
+    "a format": (lambda: ft.shard(X, FORMAT, MESH), (NO_LAYOUT,)),
 }
 
 
