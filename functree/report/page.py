@@ -355,13 +355,6 @@ class Pictures:
             content += f'<rect {at} fill="{self._fill(shown[i, j])}"/>'
         return self._shared(content)
 
-    def unknown(self, shape: Sequence[int]) -> str:
-        """Draw the picture of an array whose sharding is unknown."""
-        width, height = _extent([size for size in shape if size > 1][-2:])
-        at = _rect((WIDE - width) / 2, (HIGH - height) / 2, width, height)
-        look = 'fill="none" stroke="currentColor" stroke-dasharray="3 3" opacity=".5"'
-        return self._shared(f"<rect {at} {look}/>")
-
     def definitions(self) -> str:
         """Render the definitions of the pictures, which the page must include once."""
         content = ""

@@ -1,11 +1,13 @@
 """This module builds tables from cells of text, as lines of fixed width.
 
-rich's tables would be too slow for plans with thousands of rows. This module also formats the paths
-and the bytes in tables.
+rich's tables would be too slow for plans with thousands of rows. Widths are numbers of characters,
+so columns with characters of double width are not aligned. This module also formats the paths and
+the bytes in tables.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import zip_longest
+from textwrap import wrap
 from typing import TypeVar
 
 from functree.tree.paths import Path, part_text
@@ -25,7 +27,7 @@ def row_lines(cells: Sequence[str], widths: Sequence[int], number: str, details:
     """
     lines: list[str] = []
     name, *others = cells
-    if width(name) > widths[0]:
+    if len(name) > widths[0]:
         # A long name gets its own lines, and is broken only if necessary, so that users can search
         # for it.
         lines += wrapped(name, WIDTH)
@@ -50,8 +52,7 @@ def columns(cells: Sequence[str], widths: Sequence[int], number: str) -> list[st
     for *texts, last in zip_longest(*parts, [number.rjust(10)], fillvalue=""):
         line = ""
         for text, wide in zip(texts, widths, strict=True):
-            # `ljust` counts characters, but some take two columns on a terminal.
-            line += text + " " * (wide - width(text)) + "  "
+            line += text.ljust(wide) + "  "
         lines.append(line + last)
     return lines
 
@@ -78,25 +79,9 @@ def lines_text(lines: Iterable[str]) -> str:
     return "\n".join(map(str.rstrip, lines))
 
 
-def width(text: str) -> int:
-    """Count a text's columns on a terminal, where some characters take two and some none."""
-    if text.isascii():
-        return len(text)
-    from rich.cells import cell_len  # rich imports slowly, and most tables do not need it
-
-    return cell_len(text)
-
-
 def wrapped(text: str, most: int) -> list[str]:
-    """Wrap a text to this many columns. Words that are too long for a line are split."""
-    # Most texts are short enough and do not need rich.
-    if width(text) <= most:
-        return [text]
-    from rich.console import Console
-    from rich.text import Text
-
-    folded = Text(text).wrap(Console(width=most), most, overflow="fold")
-    return [line.plain for line in folded]
+    """Wrap a text to this many characters. Words that are too long for a line are split."""
+    return wrap(text, most, break_on_hyphens=False) or [""]
 
 
 _T = TypeVar("_T")

@@ -252,7 +252,6 @@ def test_the_title_tells_copies() -> None:
 def test_pictures_stay_in_their_frame(shape: tuple[int, ...]) -> None:
     pictures = Pictures(SIZES, "p")
     pictures.of(shape, [()] * len(shape))
-    pictures.unknown(shape)
     for rect in re.findall(r"<rect (.*?)/>", pictures.definitions()):
         at = {
             name: float(value)

@@ -1,5 +1,4 @@
-"""Numbers of bytes, paths and cells ─► text, in lines of a fixed width, measured in columns of a
-terminal."""
+"""Numbers of bytes, paths and cells ─► text, in lines of a fixed width."""
 
 import pytest
 
@@ -10,7 +9,6 @@ from functree.report.table import (
     columns,
     common_path,
     row_lines,
-    width,
     wrapped,
 )
 
@@ -49,31 +47,17 @@ def test_common_paths(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "columns"), [("", 0), ("abc", 3), ("é", 1), ("模型", 4), ("e\u0301", 1), ("P('→')", 6)]
-)
-def test_the_width_of_a_text(text: str, columns: int) -> None:
-    assert width(text) == columns
-
-
-@pytest.mark.parametrize(
     ("text", "most", "lines"),
     [
         ("", 4, [""]),
         ("abcd", 4, ["abcd"]),
         ("ab cd", 4, ["ab", "cd"]),
         ("abcdef", 4, ["abcd", "ef"]),
-        ("模型模型", 4, ["模型", "模型"]),
         ("[b]x[/b] y", 8, ["[b]x[/b]", "y"]),
     ],
 )
 def test_texts_are_wrapped(text: str, most: int, lines: list[str]) -> None:
     assert [line.rstrip() for line in wrapped(text, most)] == lines
-
-
-def test_wide_characters_take_two_columns() -> None:
-    (wide,) = columns(("模型", "x"), (6, 2), "1 B")
-    (plain,) = columns(("abcd", "x"), (6, 2), "1 B")
-    assert width(wide) == width(plain) and wide.index("x") == plain.index("x") - 2
 
 
 def test_a_cell_that_is_too_long_has_several_lines() -> None:
@@ -96,4 +80,4 @@ def test_details_are_below_their_row() -> None:
     assert row_lines(("w", "x"), (4, 2), "1 B", "why it is so")[1:] == ["    why it is so"]
     lines = row_lines(("w", "x"), (4, 2), "1 B", "word " * 40)
     assert len(lines) == 4 and all(line.startswith("    word") for line in lines[1:])
-    assert max(map(width, lines)) <= WIDTH
+    assert max(map(len, lines)) <= WIDTH

@@ -123,7 +123,7 @@ class PlanPage(NamedTuple):
         content += self._moved(group.rows)
         if row.reason and not group.follow:
             content += f'<div class="why">{html.escape(row.reason)}</div>'
-        picture = "" if group.follow else pictures.unknown(row.shape)
+        picture = ""
         if row.spec is not None and row.mesh is None and not group.follow:
             picture = pictures.of(row.shape, axes_of(row))
         copies = sum(map(saved_by_sharding, group.rows))
