@@ -191,20 +191,11 @@ def _plain(value: Any, kind: type, where: str) -> Any:
     """
     # `isinstance` would accept booleans as integers.
     if type(value) is not kind:
-        raise FunctreeValueError(f"`{where}` is {value_text(value)}, not {_NAMES[kind]}")
+        raise FunctreeValueError(f"`{where}` is {value_text(value)}, not of type {kind.__name__}")
     # The bound exceeds the size of any array, and a float can still represent it.
     if kind is int and not 0 <= value < 2**100:
         raise FunctreeValueError(f"`{where}` is {value_text(value)}, not a size")
     return value
-
-
-_NAMES = {
-    int: "an integer",
-    str: "a string",
-    bool: "true or false",
-    list: "a list",
-    dict: "an object",
-}
 
 
 def _at(where: str, name: object) -> str:
