@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
-from functree.report.page import Segment, bar_html, code, leaf_html, notes_html, report_html
+from functree.report.page import code, leaf_html, notes_html, report_html
 from functree.report.table import (
     Bytes,
     alternatives,
     but_for_key,
-    bytes_text,
     common_path,
     grouped,
     paragraphs,
@@ -96,20 +95,18 @@ class Diff:
             path, _, before, after = rows[0]
             name = common_path([row.path for row in rows]) if path else ""
             change = _change_text(before, after)
-            yield Folded(name, _common_what(rows), change, len(rows), _grown(rows))
+            yield Folded(name, _common_what(rows), change, len(rows))
 
     def html(self) -> str:
-        """Render the differences as an HTML page, with a bar for each change in bytes."""
+        """Render the differences as an HTML page."""
         return self._html(page=True)
 
     def _repr_html_(self) -> str:
         return self._html(page=False)
 
     def _html(self, page: bool) -> str:
-        lines = list(self.folded())
-        most = max((abs(line.grown) for line in lines if line.grown is not None), default=0)
-        content = "".join(_line_html(line, most) for line in lines)
-        notes = self.total_lines() if lines else [NOTHING]
+        content = "".join(map(_line_html, self.folded()))
+        notes = self.total_lines() if self.rows else [NOTHING]
         sections = notes_html([], notes) + f"<section>{content}</section>"
         return report_html("Differences", "", sections, page)
 
@@ -126,14 +123,12 @@ class Folded(NamedTuple):
         what: the property.
         change: its values before and after, and the change of a number of bytes in percent.
         rows: the number of changes.
-        grown: the increase in bytes, summed over the changes; None if the values are not bytes.
     """
 
     path: str
     what: str
     change: str
     rows: int
-    grown: int | None
 
 
 def _alike(rows: Sequence[Change]) -> list[list[Change]]:
@@ -217,20 +212,14 @@ def _change_text(before: object, after: object) -> str:
     return f"{text} ({sign}{digits} %)"
 
 
-def _line_html(line: Folded, most: int) -> str:
+def _line_html(line: Folded) -> str:
     # Narrow lines may break at the space.
     text = code(line.path, "name") + " " if line.path else ""
     text += html.escape(line.what)
     if line.rows > 1:
         text += f' <span class="muted">×{line.rows}</span>'
     text += f'<div class="why">{html.escape(line.change)}</div>'
-    if line.grown is None:
-        return leaf_html(line.path, text, "")
-    # Increases and decreases differ in color.
-    sign, kind = ("+", "p3") if line.grown > 0 else ("−", "p2")
-    size = abs(line.grown)
-    bar = bar_html([Segment(line.what, size, kind)], most)
-    return leaf_html(line.path, text, f"{sign}{bytes_text(size)}{bar}")
+    return leaf_html(line.path, text, "")
 
 
 def changes(
