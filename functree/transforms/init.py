@@ -4,9 +4,9 @@ A function that makes a tree, and a layout ─► the sharded tree.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from types import MethodType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
@@ -24,7 +24,6 @@ from functree.devices.meshes import (
     current_mesh,
     mesh_view,
     tracing,
-    without_devices,
 )
 from functree.errors import ShardingError
 from functree.labels.filters import FilterLike
@@ -49,12 +48,10 @@ class InitOptions(NamedTuple):
     Attributes:
         layout: the layout of the tree.
         mesh: the mesh, or None for the current one.
-        fresh: whether the result must not share arrays with the arguments.
     """
 
     layout: LayoutTree
     mesh: MeshLike
-    fresh: bool
 
 
 class Init(Function[_P, _T]):
@@ -76,9 +73,7 @@ class Init(Function[_P, _T]):
     _door = "init"
 
     def _set_up(self) -> None:
-        self._layout, self._mesh, self._fresh = self._options
-        # The text of each program that the processes have compared.
-        self._lowered: dict[Program, list[str]] = {}
+        self._layout, self._mesh = self._options
 
     def __call__(self, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         if jax.process_count() > 1 and not tracing():
@@ -139,9 +134,7 @@ class Init(Function[_P, _T]):
         }
         if not without_jit():
             program, flat = self._prepare(args, kwargs)
-            if program not in self._lowered:  # lowering a large program takes seconds
-                self._lowered[program] = facts_of(program.trace(flat.arrays).lower())
-            facts["program"] = self._lowered[program]
+            facts["program"] = facts_of(program.trace(flat.arrays).lower())
         return facts
 
     def _mesh_now(self) -> Mesh | AbstractMesh | None:
@@ -162,7 +155,7 @@ class Init(Function[_P, _T]):
         rules = self._rules()
         body = group.bodies.get(rules)
         if body is None:
-            body = group.bodies[rules] = _body(self._traces, group, rules, self._fresh)
+            body = group.bodies[rules] = _body(self._traces, group, rules)
         return body
 
     def _planned(self, output: Output) -> Plan:
@@ -170,15 +163,11 @@ class Init(Function[_P, _T]):
 
     def _shardings(self, output: Output) -> list[NamedSharding | None]:
         planned = self._planned(output)
-        if planned.mesh is None:
+        if not isinstance(planned.mesh, Mesh):
             raise ShardingError(
                 f"arrays cannot be created on mesh {planned.view}, which has no devices: "
-                f"{NO_MESH}, where `mesh` is a `Mesh`"
-            )
-        if isinstance(planned.mesh, AbstractMesh):
-            inside = "inside jit, use `ft.constrain(make(...), layout)` instead"
-            raise ShardingError(
-                f"arrays cannot be created, since {without_devices(planned.mesh)}; {inside}"
+                f"{NO_MESH}, where `mesh` is a `Mesh`; inside jit, use "
+                "`ft.constrain(make(...), layout)`"
             )
         # An array at two paths of the result is one output of the program, so two rows may have the
         # same index.
@@ -187,7 +176,7 @@ class Init(Function[_P, _T]):
         return [by_index[index] for index in range(len(output.values))]
 
 
-def _body(traces: Traces, group: CallGroup, rules: Layout | None, fresh: bool) -> Body:
+def _body(traces: Traces, group: CallGroup, rules: Layout | None) -> Body:
     """Return the user's function as a function from arrays to arrays.
 
     The body serves one group of calls and one set of rules.
@@ -197,27 +186,15 @@ def _body(traces: Traces, group: CallGroup, rules: Layout | None, fresh: bool) -
     def compute(arrays: Sequence[Any]) -> Output:
         with axis_rules(rules):
             result = signature.run(fun(), group.skeleton.fill(arrays))
-        output = Output.of(result, signature.name)
-        if fresh:
-            # An optimizer may return parameters as part of its state. A copy of each array lets
-            # users donate both model and state. A compiled program would copy in any case, but
-            # without jit, nothing else copies.
-            return Output([jnp.copy(value) for value in output.values], output.skeleton)
-        return output.distinct()
+        return Output.of(result, signature.name).distinct()
 
     return Body(compute, Arguments(group.paths, ()), traces)
 
 
-def _init(
-    name: str,
-    make: Callable[_P, _T],
-    layout: LayoutTree,
-    mesh: MeshLike,
-    fresh: bool = False,
-) -> Init[_P, _T]:
+def _init(name: str, make: Callable[_P, _T], layout: LayoutTree, mesh: MeshLike) -> Init[_P, _T]:
     check(f"{name}: invalid arguments", make=(make, FUNCTION))
     # The containers of the layout are copied, so that later changes cannot affect shared traces.
-    return Init.of(make, InitOptions(copied(layout), mesh, fresh))
+    return Init.of(make, InitOptions(copied(layout), mesh))
 
 
 def init(make: Callable[_P, _T], layout: LayoutTree, mesh: MeshLike = None) -> Init[_P, _T]:
@@ -320,6 +297,10 @@ def init_optimizer(
         P('data', None)
     """
     planned, params = plan_state(tx, model, layout, mesh, wrt, otherwise)
-    # If `tx.init` is a bound method, the lambda keeps its instance from becoming an argument.
-    make = (lambda params: tx.init(params)) if isinstance(tx.init, MethodType) else tx.init
-    return _init("init_optimizer", make, planned, planned.mesh, fresh=True)(params)
+
+    # An optimizer may return parameters as part of its state. A copy of each array lets users
+    # donate both model and state.
+    def init(params: Any) -> Any:
+        return jax.tree.map(lambda x: jnp.copy(x) if eqx.is_array(x) else x, tx.init(params))
+
+    return _init("init_optimizer", init, planned, planned.mesh)(params)
