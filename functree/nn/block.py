@@ -1,6 +1,6 @@
 """A Llama-like block runs attention and a feed-forward layer, each with its norm."""
 
-from typing import Annotated, Self
+from typing import Annotated, Self, cast
 
 import equinox as eqx
 import jax
@@ -191,7 +191,7 @@ class Block(eqx.Module):
 def _feed_forward(config: TransformerConfig, init: Initializer, key: PRNGKeyArray) -> MLP | MoE:
     """Create a block's feed-forward layer, or its experts."""
     dtype, hidden = config.param_dtype, config.hidden
-    if config.experts is None or config.top_k is None:
+    if config.experts is None:
         multiply = config.dot_general
         return MLP(
             config.embed, hidden, init=init, key=key, param_dtype=dtype, dot_general=multiply
@@ -200,7 +200,8 @@ def _feed_forward(config: TransformerConfig, init: Initializer, key: PRNGKeyArra
         config.embed,
         hidden if config.expert_hidden is None else config.expert_hidden,
         config.experts,
-        config.top_k,
+        # `MoE` raises an error for None.
+        cast(int, config.top_k),
         capacity=config.capacity,
         dispatch=config.dispatch,
         normalize=config.normalize,

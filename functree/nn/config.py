@@ -17,16 +17,15 @@ from functree.argument_checks import (
     Takes,
     check,
     is_floating,
-    is_size,
     kinds_of,
 )
 from functree.errors import FunctreeValueError, Problem
 from functree.labels.leaves import read
 from functree.nn.attention.attend import Implementation
 from functree.nn.attention.context import Context
-from functree.nn.attention.layer import Attention, QKNorm, context_problems, head_problems
+from functree.nn.attention.layer import Attention, QKNorm
 from functree.nn.embedding import Embedding
-from functree.nn.moe.layer import MoE, expert_problems
+from functree.nn.moe.layer import MoE
 from functree.nn.moe.sharding import DispatchName
 from functree.nn.norm import RMSNorm
 from functree.nn.rope import Scaling
@@ -59,6 +58,8 @@ _SPELLINGS = {
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
     """The sizes and options of a `Transformer`; immutable, compared and hashed by value.
+
+    Each field is checked here. The layers check how fields fit each other, when a model is created.
 
     Args:
         vocab_size: the number of tokens in the vocabulary.
@@ -113,7 +114,7 @@ class TransformerConfig:
         >>> config = ft.nn.TransformerConfig(100, 8, **sizes)
         >>> config.max_seq, config.compute_dtype
         (2048, dtype('float32'))
-        >>> dataclasses.replace(config, kv_heads=3)
+        >>> dataclasses.replace(config, kv_heads=0)
         Traceback (most recent call last):
             ...
         functree.errors.FunctreeValueError: TransformerConfig: invalid fields
@@ -152,9 +153,7 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         kinds = {name: (getattr(self, name), kind) for name, kind in _KINDS.items()}
-        problems = [*_head_problems(self), *_expert_problems(self)]
-        problems += context_problems(self.attention, self.context)
-        check("TransformerConfig: invalid fields", *problems, **kinds)
+        check("TransformerConfig: invalid fields", *_without_experts(self), **kinds)
         for name, hint in _HINTS.items():
             value = getattr(self, name)
             if value is not None and hint in _SPELLINGS:
@@ -164,26 +163,11 @@ class TransformerConfig:
 _KINDS, _HINTS = kinds_of(TransformerConfig), get_type_hints(TransformerConfig)
 
 
-def _head_problems(config: TransformerConfig) -> Iterator[Problem]:
-    """Yield the problems with the fields that configure heads, if these fields are sizes."""
-    heads, kv_heads, head_dim = config.heads, config.kv_heads, config.head_dim
-    if is_size(heads) and is_size(kv_heads) and is_size(head_dim):
-        yield from head_problems(heads, kv_heads, head_dim)
-
-
-def _expert_problems(config: TransformerConfig) -> Iterator[Problem]:
-    """Yield the problems with the fields that configure experts."""
-    if config.experts is not None:
-        if config.top_k is None:
-            why = "it is required with `experts=`"
-            yield Problem(None, None, "top_k=None", why, "pass `top_k=2`, for example")
-        # In the order of the parameters of `expert_problems`.
-        given = config.experts, config.top_k, config.capacity, config.dot_general
-        yield from expert_problems(*given)
-        return
+def _without_experts(config: TransformerConfig) -> Iterator[Problem]:
+    """Yield the problems with options of experts in a config without experts."""
     for name in ("top_k", "capacity", "expert_hidden"):
         value = getattr(config, name)
-        if value is not None:
+        if config.experts is None and value is not None:
             why = "it has no effect without `experts=`"
             remedy = f"pass `experts=`, or omit `{name}=`"
             yield Problem(None, None, f"{name}={value}", why, remedy)

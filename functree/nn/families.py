@@ -514,14 +514,7 @@ def read_config(path: str | Path, fields: Mapping[str, Any]) -> PublishedConfig:
         options["kv_heads"] = options["heads"]
     if options["head_dim"] is None:
         options["head_dim"] = options["embed"] // options["heads"]
-    try:
-        config = TransformerConfig(**{**options, **fields})
-    except FunctreeError as error:
-        # For example, the number of key heads may not divide the number of heads. The message names
-        # the file, since users did not write these fields themselves.
-        raise FunctreeValueError(
-            f"{file}: the fields do not form a valid TransformerConfig", error.problems
-        ) from None
+    config = TransformerConfig(**{**options, **fields})
     return PublishedConfig(file, given, config, families[family][1])
 
 

@@ -264,8 +264,6 @@ def test_messages() -> None:
         small(context="sideways")
     with raises("context='ring'", "receives whole sequences"):
         small(context="ring", attention=own_attention)
-    with raises("context='heads'", "receives whole sequences"):
-        ft.nn.TransformerConfig(64, 16, 2, 4, 2, 4, 32, context="heads", attention=own_attention)
     with raises("in_order=False", "positions", "zigzag"):
         small()(x, in_order=False)
     with raises("in_order=False", "receives no positions"):

@@ -159,7 +159,11 @@ class Attention(eqx.Module):
         compute_dtype: FloatingDtype | None = None,
         dot_general: DotGeneral | None = None,
     ):
-        check("Attention: invalid arguments", *context_problems(attention, context))
+        if callable(attention) and context != "auto":
+            why = "it has no effect: a function passed as `attention=` receives whole sequences"
+            remedy = 'omit `context=`, or pass attention="auto"'
+            problem = Problem(None, None, f"context={context!r}", why, remedy)
+            raise FunctreeValueError("Attention: invalid arguments", [problem])
         of_heads, of_kv_heads = _head_shapes(embed, heads, kv_heads, head_dim)
         keys = jax.random.split(key, 4)
         self.query = _matrix(init, keys[0], (embed,), of_heads, param_dtype)
@@ -331,7 +335,7 @@ def _head_shapes(
         head_dim = embed // heads
     # `head_dim` is checked again, since its default is 0 if `heads` is greater than `embed`.
     check("Attention: invalid arguments", head_dim=(head_dim, SIZE))
-    check("Attention: invalid arguments", *head_problems(heads, kv_heads, head_dim))
+    check("Attention: invalid arguments", *_head_problems(heads, kv_heads, head_dim))
     return (heads, head_dim), (kv_heads, head_dim)
 
 
@@ -355,26 +359,6 @@ def _matrix(
     return matrix.reshape(*rows, *columns)
 
 
-def context_problems(attention: Implementation, context: Context) -> Iterator[Problem]:
-    """Yield a problem if a function computes attention and `context` is not the default.
-
-    Examples:
-        >>> from functree.nn.attention.layer import context_problems
-        >>> [
-        ...     problem.what
-        ...     for problem in context_problems(
-        ...         jax.nn.dot_product_attention, "ring"
-        ...     )
-        ... ]
-        ["context='ring'"]
-    """
-    if callable(attention) and context != "auto":
-        why = "it has no effect: a function passed as `attention=` receives whole sequences"
-        yield Problem(
-            None, None, f"context={context!r}", why, 'omit `context=`, or pass attention="auto"'
-        )
-
-
 def check_order(positions: Positions) -> None:
     """Raise a FunctreeError if tokens that are not in order have no positions.
 
@@ -389,17 +373,8 @@ def check_order(positions: Positions) -> None:
         )
 
 
-def head_problems(heads: int, kv_heads: int, head_dim: int) -> Iterator[Problem]:
-    """Yield the problems with the numbers of heads, for the layer and for a model's config.
-
-    All numbers must be positive integers.
-
-    Examples:
-        >>> from functree.nn.attention.layer import head_problems
-        >>> [problem.why for problem in head_problems(8, 3, 16)]
-        ['it must divide heads=8: each key and value head is shared by the same
-        number of query heads']
-    """
+def _head_problems(heads: int, kv_heads: int, head_dim: int) -> Iterator[Problem]:
+    """Yield the problems with the numbers of heads."""
     if heads % kv_heads:
         why = (
             f"it must divide heads={heads}: each key and value head is shared by the same number "

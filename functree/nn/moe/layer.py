@@ -1,7 +1,6 @@
 """`MoE` is a mixture of experts: a router chooses a few feed-forward layers for each vector."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import equinox as eqx
 import jax
@@ -18,7 +17,6 @@ from functree.argument_checks import (
     Size,
     check,
     checked,
-    is_size,
 )
 from functree.devices.meshes import devices_along
 from functree.devices.varying import without_varying
@@ -128,7 +126,7 @@ class MoE(eqx.Module):
         compute_dtype: FloatingDtype | None = None,
         dot_general: DotGeneral | None = None,
     ):
-        check("MoE: invalid arguments", *expert_problems(experts, top_k, capacity, dot_general))
+        check("MoE: invalid arguments", *_problems(experts, top_k, capacity, dot_general))
         keys = jax.random.split(key, 4)
 
         def of_each(key: PRNGKeyArray, rows: int, columns: int) -> Array:
@@ -251,19 +249,13 @@ def _gathered(weights: Sequence[Array], axes: tuple[str, ...]) -> Sequence[Array
     return gathered
 
 
-def expert_problems(experts: Any, top_k: Any, capacity: Any, dot_general: Any) -> list[Problem]:
-    """Return the problems with the options for experts, of a layer or of a model's config.
-
-    Examples:
-        >>> from functree.nn.moe.layer import expert_problems
-        >>> [problem.why for problem in expert_problems(4, 8, None, None)]
-        ['there are only 4 experts']
-    """
-    problems: list[Problem] = []
-    if is_size(experts) and is_size(top_k) and top_k > experts:
+def _problems(
+    experts: int, top_k: int, capacity: float | None, dot_general: DotGeneral | None
+) -> Iterator[Problem]:
+    """Yield the problems with arguments that do not fit each other."""
+    if top_k > experts:
         why, remedy = f"there are only {experts} experts", f"set top_k to at most {experts}"
-        problems.append(Problem(None, None, f"top_k={top_k}", why, remedy))
+        yield Problem(None, None, f"top_k={top_k}", why, remedy)
     if dot_general is not None and capacity is None:
         why = "it needs equal numbers of tokens for all experts, which only a capacity ensures"
-        problems.append(Problem(None, None, "dot_general=", why, "pass capacity=1.25, for example"))
-    return problems
+        yield Problem(None, None, "dot_general=", why, "pass capacity=1.25, for example")
