@@ -13,17 +13,10 @@ from functree.argument_checks import TEXTS, Takes, check, shown
 from functree.calls.program import around
 from functree.calls.signature import Signature
 from functree.devices.placement import is_deleted, refuse_deleted
-from functree.errors import (
-    FunctreeTypeError,
-    FunctreeValueError,
-    Problem,
-    count,
-    did_you_mean,
-)
+from functree.errors import FunctreeTypeError, FunctreeValueError, Problem, count, did_you_mean
 from functree.io.extras import ForeignErrors, import_extra
 from functree.labels.leaf import Leaf, array_problem
 from functree.labels.leaves import read
-from functree.report.table import bytes_text, columns
 from functree.transforms.jit.jitted import Jit
 from functree.tree.arrays import AnyArray, array_text, is_array, is_key
 from functree.tree.paths import Path
@@ -82,12 +75,10 @@ class Exported:
         if len(arrays) != len(self.exported.in_avals):
             raise FunctreeTypeError(
                 f"{self.exported.fun_name} takes {count(len(self.exported.in_avals), 'array')}, "
-                f"but got {len(arrays)}: pass "
-                f"{self._names() or 'the arrays of `exported.in_avals`'}"
+                f"but got {len(arrays)}: `print(exported)` lists the arrays"
             )
         if any(map(is_deleted, arrays)):
-            paths = self.paths or tuple(Path((i,)) for i in range(len(arrays)))
-            raise refuse_deleted(self.exported.fun_name, paths, arrays)
+            raise refuse_deleted(self.exported.fun_name, self._known_paths(), arrays)
         if problems := list(self._misfits(arrays)):
             raise FunctreeTypeError(
                 f"{self.exported.fun_name}: {count(len(problems), 'argument')} cannot be used",
@@ -126,20 +117,15 @@ class Exported:
 
     def __str__(self) -> str:
         exported = self.exported
-        cells = [("argument", "array")]
-        for i, value in enumerate(exported.in_avals):
-            path = str(i) if self.paths is None else str(self.paths[i])
-            cells.append((path, array_text(value)))
-        longest = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        widths = min(longest[0], 46), min(longest[1], 24)
+        paths = list(map(str, self._known_paths()))
+        longest = max(map(len, paths), default=0)
         lines: list[str] = []
-        for texts, number in zip(cells, ["bytes", *map(_bytes, exported.in_avals)], strict=True):
-            lines += columns(texts, widths, number)
-        note = (
-            f"{exported.fun_name} for {', '.join(exported.platforms)} on "
-            f"{count(exported.nr_devices, 'device')}; {count(len(exported.out_avals), 'result')}"
-        )
-        return "\n".join([*(line.rstrip() for line in lines), "", note])
+        for path, value in zip(paths, exported.in_avals, strict=True):
+            lines.append(f"{path:{longest}}  {array_text(value)}")
+        platforms, devices = ", ".join(exported.platforms), count(exported.nr_devices, "device")
+        results = count(len(exported.out_avals), "result")
+        lines += ["", f"{exported.fun_name} for {platforms} on {devices}; {results}"]
+        return "\n".join(lines)
 
     def __repr__(self) -> str:
         arguments = count(len(self.exported.in_avals), "argument")
@@ -148,16 +134,17 @@ class Exported:
     def _misfits(self, arrays: Sequence[object]) -> Iterator[Problem]:
         """Yield a problem for each argument without the exported shape and dtype."""
         # JAX's error would name only the argument's number.
-        for i, (array, wanted) in enumerate(zip(arrays, self.exported.in_avals, strict=True)):
-            path = Path((i,)) if self.paths is None else self.paths[i]
+        paths = self._known_paths()
+        for path, array, wanted in zip(paths, arrays, self.exported.in_avals, strict=True):
             why = f"was exported as {array_text(wanted)}"
             if not is_array(array):
                 yield Problem(path, None, shown(array), why, "pass an array")
             elif not _fits(array.shape, wanted.shape) or _dtype(array) != wanted.dtype:
                 yield array_problem(path, array, why, "")
 
-    def _names(self) -> str:
-        return ", ".join(map(str, self.paths or ()))
+    def _known_paths(self) -> tuple[Path, ...]:
+        """Return the paths, or the arguments' numbers if the paths are unknown."""
+        return self.paths or tuple(Path((i,)) for i in range(len(self.exported.in_avals)))
 
 
 # The marker between a function's bytes and their digest.
@@ -172,23 +159,17 @@ def _checked(data: bytes) -> bytes:
     """Check the digest at the end of a function's bytes, and return the bytes without it.
 
     Raises:
-        FunctreeError: if there is no digest.
-        FunctreeError: if the digest does not match the bytes.
+        FunctreeError: if the bytes do not end with their digest.
     """
     # The digest is checked first. JAX trusts offsets and sizes in the bytes, so one flipped bit may
     # crash the process.
-    function, mark, digest = data.rpartition(_MARK)
-    if not mark:
-        raise FunctreeValueError(
-            f"these bytes are not an exported function: the data ({count(len(data), 'byte')}) do "
-            "not end with a digest from `ft.Exported.serialize`, so they are incomplete, or come "
-            "from `jax.export`; if you trust them, read them with "
-            "`jax.export.deserialize(bytearray(data))`"
-        )
+    function, _, digest = data.rpartition(_MARK)
     if _digest(function) != digest:
         raise FunctreeValueError(
-            "these bytes are not an exported function: they do not match their digest, so they "
-            "have changed since they were written; export the function again"
+            f"these bytes are not an exported function: the data ({count(len(data), 'byte')}) do "
+            "not end with their digest from `ft.Exported.serialize`, so they are damaged, or come "
+            "from `jax.export`; if you trust them, read them with "
+            "`jax.export.deserialize(bytearray(data))`"
         )
     return function
 
@@ -209,13 +190,6 @@ def _dtype(array: AnyArray) -> np.dtype:
     if is_key(array.dtype):
         return array.dtype
     return jax.dtypes.canonicalize_dtype(array.dtype)
-
-
-def _bytes(value: Any) -> str:
-    """Format an array's size in bytes, or return `-` if a dimension has a symbolic size."""
-    if all(isinstance(size, int) for size in value.shape):
-        return bytes_text(value.size * value.dtype.itemsize)
-    return "-"
 
 
 def export(

@@ -140,9 +140,8 @@ def test_its_text() -> None:
     exported = ft.export(f, {"w": jnp.ones((4, 8))}, jnp.ones(8))
     assert repr(exported) == "<Exported of <lambda>, 2 arguments>"
     told = """\
-argument  array           bytes
-tree.w    f32[4, 8]       128 B
-x         f32[8]           32 B
+tree.w  f32[4, 8]
+x       f32[8]
 
 <lambda> for cpu on 1 device; 1 result"""
     assert str(exported) == told
@@ -160,13 +159,10 @@ def test_bytes_that_are_not_what_was_written(monkeypatch: pytest.MonkeyPatch) ->
         for bad in changed:
             with raises("these bytes are not an exported function: "):
                 ft.Exported.deserialize(bad)
-        with raises("they do not match their digest, so they have changed since they were written"):
-            ft.Exported.deserialize(flipped(data, 72))
-        for bad in (plain, data[:900]):
-            with raises(
-                "do not end with a digest from `ft.Exported.serialize`, so they are incomplete"
-            ):
-                ft.Exported.deserialize(bad)
+        with raises(
+            "do not end with their digest from `ft.Exported.serialize`, so they are damaged"
+        ):
+            ft.Exported.deserialize(plain)
     # The remedy, and the bytes without functree
     for given in (plain, data):
         [y] = jax.tree.leaves(jax.export.deserialize(bytearray(given)).call(jnp.ones(3)))
@@ -195,7 +191,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with raises("export: invalid options for named", "symbolic="):
         ft.export(named, jnp.ones((2, 3)), symbolic={"batch": 3})  # type: ignore[dict-item]
     exported = ft.export(f, x)
-    with raises("takes 1 array, but got 2: pass x"):
+    with raises("takes 1 array, but got 2: `print(exported)` lists the arrays"):
         exported.call(x, x)
     for wrong in (jnp.ones(2), jnp.ones(3, int)):
         with raises("<lambda>: 1 argument cannot be used", "x   ", "was exported as f32[3]"):
