@@ -304,12 +304,7 @@ _HEADLINE = "save_weights: no published family computes the same function as thi
 _PUBLISHED = "a published model with this config has"
 _OPTIONS = "use options that one of these families supports, or save the model with `ft.save`"
 _REPLACE = "use `ft.select` to replace this part with the published model's array or layer"
-_PLAIN = (
-    "if the function is equivalent to `jax.nn.dot_product_attention`, move the arrays into a model "
-    'with `attention="auto"`: `plain = ft.abstract(ft.nn.Transformer.create)(dataclasses.replace('
-    'model.config, attention="auto"), key=jax.random.key(0))`, and `jax.tree.unflatten('
-    "jax.tree.structure(plain), jax.tree.leaves(model))`"
-)
+_PLAIN = 'if it computes standard attention, move the arrays into a model with `attention="auto"`'
 
 
 def family_of_model(model: Transformer) -> str:
@@ -342,7 +337,7 @@ def _by_config(config: TransformerConfig) -> str:
 
     Raises:
         FunctreeValueError: if there is no such family. The error lists the differences from
-            the families that differ in the fewest fields.
+            the first family that differs in the fewest fields.
     """
     differ: list[list[Problem]] = []  # one list for each family
     for family in families:
@@ -358,9 +353,7 @@ def _by_config(config: TransformerConfig) -> str:
         if not own:
             return family
         differ.append(own)
-    fewest = min(map(len, differ), default=0)
-    nearest = [problem for own in differ if len(own) == fewest for problem in own]
-    raise FunctreeValueError(_HEADLINE, nearest)
+    raise FunctreeValueError(_HEADLINE, min(differ, key=len, default=[]))
 
 
 def _differences(given: object, published: object, keys: Keys) -> Iterator[Problem]:
@@ -389,12 +382,9 @@ def _differences(given: object, published: object, keys: Keys) -> Iterator[Probl
 
 def _differences_of_array(given: object, shape: tuple[int, ...], keys: Keys) -> Iterator[Problem]:
     """Yield a problem if a value does not match a published model's array at the same path."""
-    if not is_array(given):
-        why = f"{_PUBLISHED} an array at this path"
-        yield Problem(Path(keys), None, _text(given), why, _REPLACE)
-    elif given.shape != shape:
+    if not is_array(given) or given.shape != shape:
         why = f"{_PUBLISHED} an array of shape {shape} at this path"
-        yield Problem(Path(keys), None, shown(given), why, _REPLACE)
+        yield Problem(Path(keys), None, _text(given), why, _REPLACE)
     elif str(given.dtype) not in DTYPES.values():
         # For example, readers would load quantized integers without their scales.
         why = f"the dtype must be one of {', '.join(DTYPES.values())}"
