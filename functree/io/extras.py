@@ -19,17 +19,10 @@ def import_extra(package: str, extra: str) -> ModuleType:
     Raises:
         FunctreeError: if the package is not installed.
     """
-    if not _is_installed(package):
+    # The package is not imported here, since an ImportError inside it would be a different problem.
+    if importlib.util.find_spec(package.partition(".")[0]) is None:
         raise FunctreeError(f"`{package}` is not installed: run `pip install 'functree[{extra}]'`")
     return importlib.import_module(package)
-
-
-def _is_installed(package: str) -> bool:
-    # The package is not imported here, since an ImportError inside it would be a different problem.
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:
-        return False  # its parent package is missing
 
 
 class ForeignErrors:

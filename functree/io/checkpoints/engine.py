@@ -146,6 +146,8 @@ def load_arrays(folder: Path, targets: Mapping[str, Target]) -> dict[str, Stored
         CheckpointError: if an array's header cannot be read.
         CheckpointError: if the shape in an array's header differs from its target's shape.
         CheckpointError: if the chunk shape in an array's header does not fit its target's shape.
+        CheckpointError: if an array's dtype differs from its target's dtype, because orbax's
+            threads have a different JAX configuration.
     """
     orbax = import_orbax()
     if not targets:
@@ -159,7 +161,16 @@ def load_arrays(folder: Path, targets: Mapping[str, Target]) -> dict[str, Stored
     context.multiprocessing.active_processes = {own}
     context.multiprocessing.primary_host = own
     with context:
-        return orbax.load(folder, dict(targets))
+        arrays: dict[str, StoredArray] = orbax.load(folder, dict(targets))
+    # Orbax casts silently. The digest would only report that the data have changed.
+    for name, array in arrays.items():
+        if array.dtype != targets[name].dtype:
+            raise CheckpointError(
+                f"`{name}` was read as {array.dtype} instead of {targets[name].dtype}, since "
+                "`jax.enable_x64` does not apply to orbax's threads: set `jax_enable_x64` for the "
+                "whole process"
+            )
+    return arrays
 
 
 def _check_heads(folder: Path, targets: Mapping[str, Target]) -> None:
@@ -202,23 +213,6 @@ def _check_head(name: str, text: bytes, shape: Sequence[int]) -> None:
             f"the stored header of `{name}` has shape {value_text(found)} and chunk shape "
             f"{value_text(chunk)}, which do not fit the array's shape {list(shape)} in the manifest"
         )
-
-
-def check_dtypes(arrays: Mapping[str, StoredArray], targets: Mapping[str, Target]) -> None:
-    """Check the dtypes of the arrays that were read.
-
-    Raises:
-        CheckpointError: if an array's dtype differs from its target's dtype, because orbax's
-            threads have a different JAX configuration.
-    """
-    # Orbax casts silently. The digest would only report that the data have changed.
-    for name, array in arrays.items():
-        if array.dtype != targets[name].dtype:
-            raise CheckpointError(
-                f"`{name}` was read as {array.dtype} instead of {targets[name].dtype}, since "
-                "`jax.enable_x64` does not apply to orbax's threads: set `jax_enable_x64` for the "
-                "whole process"
-            )
 
 
 def import_orbax() -> Any:

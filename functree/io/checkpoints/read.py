@@ -27,7 +27,6 @@ from functree.errors import (
 )
 from functree.io.casts import Loss, cast_on_devices, cast_on_host, lost_on_host, warn_of_losses
 from functree.io.checkpoints.engine import (
-    check_dtypes,
     from_stored,
     load_arrays,
     stored_form,
@@ -208,7 +207,6 @@ def _stored(folder: FilePath, manifest: Manifest, wanted: Sequence[_Wanted]) -> 
     """Read each stored array once, and return the arrays by name.
 
     Raises:
-        CheckpointError: if the manifest names no folder with values.
         CheckpointError: if an array cannot be read.
     """
     stored: dict[str, Any] = {}
@@ -219,11 +217,6 @@ def _stored(folder: FilePath, manifest: Manifest, wanted: Sequence[_Wanted]) -> 
             targets[one.name] = target
         else:  # an empty array is only in the manifest
             stored[one.name] = np.empty(target.shape, target.dtype)
-    if targets and manifest.arrays is None:
-        raise CheckpointFileError(
-            f"{folder} cannot be read: its manifest names no folder of arrays; restore another "
-            "checkpoint"
-        )
     return stored | _loaded(folder, folder / str(manifest.arrays), targets)
 
 
@@ -235,11 +228,10 @@ def _loaded(folder: FilePath, values: FilePath, targets: Mapping[str, Any]) -> d
 
     Raises:
         CheckpointError: if an array cannot be read.
-        CheckpointError: if an array is read with a wrong dtype.
     """
     try:
         with Agreement(f"{folder} cannot be restored"), files(f"{folder} cannot be read"):
-            arrays = load_arrays(values, targets)
+            return load_arrays(values, targets)
     except CheckpointError as error:
         names = list(targets)
         if len(names) == 1:
@@ -249,8 +241,6 @@ def _loaded(folder: FilePath, values: FilePath, targets: Mapping[str, Any]) -> d
         for half in (names[: len(names) // 2], names[len(names) // 2 :]):
             _loaded(folder, values, {name: targets[name] for name in half})
         raise  # this time, both halves could be read
-    check_dtypes(arrays, targets)
-    return arrays
 
 
 def _verify(folder: FilePath, wanted: Sequence[_Wanted], stored: Mapping[str, Any]) -> None:

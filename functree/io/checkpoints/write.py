@@ -18,7 +18,6 @@ from functree.io.checkpoints.engine import (
     Response,
     StoredArray,
     Target,
-    check_dtypes,
     import_orbax,
     is_done,
     load_arrays,
@@ -269,7 +268,6 @@ class CheckpointWriter:
             group = self._next_targets()
             with Agreement(self._failure), files(f"{self._values} cannot be read"):
                 stored = load_arrays(self._values, group)
-            check_dtypes(stored, group)
             # Each process reads separately, so copies may differ (`torn`).
             found, torn = digests_of(stored)
             if differ := [name for name in group if torn or found[name] != self._digests[name]]:

@@ -133,15 +133,12 @@ def files_of(folder: Path) -> list[Path]:
     names = sorted(_file_names(index))
     # Links in the folder are followed, since Hugging Face's cache consists of links. A path in
     # the index must not lead outside the folder.
-    if outside := [value_text(name) for name in names if not _is_inside(name)]:
-        raise FunctreeError(f"{index} names files outside its folder: {listed(outside)}")
+    outside = [name for name in names if Path(name).anchor or ".." in Path(name).parts]
+    if outside:
+        raise FunctreeError(
+            f"{index} names files outside its folder: {listed(list(map(value_text, outside)))}"
+        )
     return [folder / name for name in names]
-
-
-def _is_inside(name: str) -> bool:
-    """Return whether a file name in an index leads to a file inside the index's folder."""
-    path = Path(name)
-    return not path.anchor and ".." not in path.parts
 
 
 def _file_names(index: Path) -> set[str]:
