@@ -11,7 +11,7 @@ import jax
 
 from functree.argument_checks import EXTENT, FLAG, FOLDER, SIZE, check
 from functree.devices.meshes import MeshLike
-from functree.errors import CheckpointError, CheckpointFileError, FunctreeError, count, warn
+from functree.errors import CheckpointError, CheckpointFileError, FunctreeError, warn
 from functree.io.checkpoints.engine import is_done
 from functree.io.checkpoints.folder import (
     files,
@@ -281,8 +281,7 @@ class Checkpoints:
             )
 
     def __repr__(self) -> str:
-        steps = count(len(self.steps), "step")
-        return f"<Checkpoints at {self.folder}: {steps}, latest {self.latest}>"
+        return f"<Checkpoints at {self.folder}>"
 
     def _finish(self, writer: CheckpointWriter, step: int) -> None:
         """Write a checkpoint in the background, then remove the oldest ones."""

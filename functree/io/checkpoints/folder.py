@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 import time
+import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -27,7 +28,7 @@ from typing import Any, NamedTuple
 import jax
 
 from functree.errors import CheckpointError, CheckpointFileError
-from functree.io.checkpoints.manifest import BEGINNING, VALUES, Manifest, new_values_name
+from functree.io.checkpoints.manifest import BEGINNING, VALUES, Manifest
 from functree.io.extras import ForeignErrors, import_extra
 
 MANIFEST = "functree.json"
@@ -386,7 +387,7 @@ class Draft:
 
     def __init__(self, folder: Folder, overwrite: bool):
         self._folder, self._began = folder, time.time()
-        self.name: str = new_values_name()
+        self.name: str = f"arrays-{uuid.uuid4().hex[:12]}"
         with files(f"{folder.path} cannot be written"):
             self._generation: bytes = _replaceable(folder, overwrite).generation
             self._old = _named(folder)

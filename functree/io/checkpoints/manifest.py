@@ -3,7 +3,6 @@
 import hashlib
 import json
 import re
-import uuid
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -25,11 +24,6 @@ BEGINNING = b'{\n "functree": "checkpoint",'
 
 VALUES = "arrays-[0-9a-f]{12}"
 """A regular expression for the names of folders that hold values."""
-
-
-def new_values_name() -> str:
-    """Make a unique name for a folder with values."""
-    return f"arrays-{uuid.uuid4().hex[:12]}"
 
 
 class SavedArray(NamedTuple):
