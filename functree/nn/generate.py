@@ -113,8 +113,8 @@ def generate(
 
     Returns:
         The prompts, each followed by its new tokens: an int32 array with `length` more columns than
-        `prompts`. If a row's logits contain a NaN, as after a prompt with a token outside the
-        vocabulary, no token can be chosen. The rest of that row's new tokens are then -1.
+        `prompts`. If a row's logits contain a NaN, as after a traced prompt with a token outside
+        the vocabulary, no token can be chosen. The rest of that row's new tokens are then -1.
 
     Raises:
         FunctreeError: if the sequences would be longer than the model's `max_seq`.
@@ -131,7 +131,7 @@ def generate(
     seq, (vocab,) = prompts.shape[1], sizes_of(model.embed, ["vocab"])
     # Stop tokens are kept as Python integers, which do not overflow.
     stops = np.asarray([] if stop is None else stop, object).reshape(-1)
-    problems = _prompt_problems(model, prompts, length, lengths)
+    problems = _prompt_problems(model, vocab, prompts, length, lengths)
     problems += _option_problems(vocab, key, temperature, top_k, top_p, stops, pad)
     if problems:
         right_type = lengths is None or is_integers(lengths)
@@ -159,7 +159,7 @@ def generate(
 
 
 def _prompt_problems(
-    model: Transformer, prompts: IntArray, length: int, lengths: IntArray | None
+    model: Transformer, vocab: int, prompts: IntArray, length: int, lengths: IntArray | None
 ) -> list[Problem]:
     """Return the problems with prompts and lengths."""
     problems: list[Problem] = []
@@ -178,6 +178,14 @@ def _prompt_problems(
         if not all(0 < size <= seq for size in np.asarray(lengths)):
             why = f"each length must be from 1 to {seq}"
             problems.append(Problem(None, None, f"lengths={lengths}", why))
+    ends: Any = np.full(batch, seq) if lengths is None else lengths
+    # Padding may be outside the vocabulary. So may tokens in a trace: their rows' logits are NaN.
+    if not problems and _is_known(prompts) and (lengths is None or _is_known(lengths)):
+        tokens = np.asarray(prompts)[np.arange(seq) < np.asarray(ends)[:, None]].tolist()
+        unknown = sorted({token for token in tokens if not 0 <= token < vocab})
+        if unknown:
+            why = f"some tokens, such as {unknown[0]}, are outside the vocabulary of size {vocab}"
+            problems.append(Problem(None, None, "prompts", why))
     return problems
 
 

@@ -297,6 +297,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"top_k": 3}, "top_k=3  it has no effect at temperature 0, which chooses the likeliest token"),
     ({"lengths": np.array([0, 9])}, "each length must be from 1 to 9"),
     ({"lengths": [3, 4]}, "lengths=[3, 4]  it must be an array of integers of shape (2,), with one length for each prompt"),
+    ({"prompts": PROMPTS + 95}, ", are outside the vocabulary of size 96"),
+    ({"prompts": -PROMPTS}, "are outside the vocabulary of size 96"),
     ({"stop": [3, 96]}, "stop=96  stop tokens must be from 0 to 95"),
     ({"pad": 2**31}, f"pad={2**31}  it must fit in int32"),
     ({"stop": "end"}, "it must be a token, or several tokens"),
