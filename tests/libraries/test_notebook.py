@@ -25,12 +25,7 @@ def state(mesh: Mesh) -> ft.TrainState[Any]:
     )
 
 
-SHORT = """TrainState of 12 arrays, 9.0 KiB, on the mesh (data=2, model=4)
-  step: i32[]
-  model: Stacked of 3 arrays, 3 KiB
-  opt_state: tuple of 7 arrays, 6.0 KiB
-  state: None
-  key: key<fry>[]"""
+SHORT = "TrainState of 12 arrays, 9.0 KiB, on the mesh (data=2, model=4)"
 
 
 def test_the_text_is_short(mesh: Mesh) -> None:
@@ -41,7 +36,7 @@ def test_the_text_is_short(mesh: Mesh) -> None:
     jax.jit(lambda ts: ts, donate_argnums=0)(ts)
     assert repr(ts) == SHORT
     abstract = ft.abstract(lambda: ft.TrainState.create({"w": jnp.ones(2)}, optax.sgd(1.0)))()
-    assert repr(abstract).startswith("TrainState of 2 arrays, 12 B\n")
+    assert repr(abstract) == "TrainState of 2 arrays, 12 B"
     traced: list[str] = []
     jax.jit(lambda ts: traced.append(repr(ts)))(state(mesh))
     assert traced[0].startswith("TrainState of 12 arrays, 9.0 KiB")

@@ -3,8 +3,6 @@
 They read only shapes and shardings, so they accept donated and traced arrays.
 """
 
-import math
-
 import jax
 from jax.sharding import PartitionSpec as P
 from jax.sharding import Sharding
@@ -12,8 +10,7 @@ from jax.sharding import Sharding
 from functree.errors import count
 from functree.layout.plan.make_plan import plan
 from functree.report.table import bytes_text
-from functree.tree.arrays import Tree, array_text, is_array
-from functree.tree.nodes import children
+from functree.tree.arrays import Tree, is_array
 
 
 class ShownByPlan:
@@ -32,7 +29,7 @@ def _is_of_arrays(tree: Tree) -> bool:
 
 
 def short_text(tree: Tree) -> str | None:
-    """Return a module's fields, one per line, with their content and bytes.
+    """Return a line with a tree's class, the number of its arrays, their bytes, and the mesh.
 
     Return None if the tree contains no arrays, or contains specs.
     """
@@ -40,13 +37,10 @@ def short_text(tree: Tree) -> str | None:
         return None
     shown = plan(tree)
     size = bytes_text(shown.total_bytes)
-    head = f"{type(tree).__name__} of {count(len(shown), 'array')}, {size}"
+    text = f"{type(tree).__name__} of {count(len(shown), 'array')}, {size}"
     if shown.sizes:
-        head += f", on the mesh {shown.view}"
-    lines = [head]
-    for name, value in children(tree) or ():
-        lines.append(f"  {name}: {_field_text(value)}")
-    return "\n".join(lines)
+        text += f", on the mesh {shown.view}"
+    return text
 
 
 def table_text(tree: Tree) -> str | None:
@@ -57,13 +51,3 @@ def table_text(tree: Tree) -> str | None:
     if not _is_of_arrays(tree):
         return None
     return str(plan(tree))
-
-
-def _field_text(value: Tree) -> str:
-    if value is None:
-        return "None"
-    if is_array(value):
-        return array_text(value)
-    arrays = [leaf for leaf in jax.tree.leaves(value) if is_array(leaf)]
-    size = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
-    return f"{type(value).__name__} of {count(len(arrays), 'array')}, {bytes_text(size)}"
