@@ -1,10 +1,10 @@
-"""A `Batch` is the hashable form of a tree of bare arrays with its layout.
+"""`batch_key` makes a hashable key of a tree of bare arrays in plain containers, and its layout.
 
 A loop places a new batch in every step, and its batches usually have the same form. Planning each
 batch would take several times as long as placing it, so `ft.shard` caches shardings by form.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -22,51 +22,27 @@ from functree.placing.constrain import local_view
 from functree.tree.axes import Axes
 
 
-class Batch(NamedTuple):
-    """The form of a tree of bare arrays in plain containers, and its layout.
+def batch_key(
+    tree: Any, layout: LayoutTree, mesh: MeshLike, axes: AxesTree
+) -> tuple[Any, ...] | None:
+    """Return the structure, types, layout, axes and mesh of a batch: everything it is planned by.
 
-    Attributes:
-        structure: the treedef of the tree.
-        types: the shape and dtype of each array.
-        layout: the layouts, and their treedef.
-        axes: the axes as the user wrote them, and their treedef.
-        mesh: the mesh.
+    Return None if the tree must be planned, because it contains a module, a leaf that is not a
+    concrete array, or one array at two paths. It must also be planned if its layout may depend on
+    more than shapes and names, which is possible for a layout function.
     """
-
-    structure: Any
-    types: tuple[tuple[tuple[int, ...], Any], ...]
-    layout: tuple[tuple[Any, ...], Any]
-    axes: tuple[tuple[Any, ...], Any]
-    mesh: Mesh | None
-
-    @classmethod
-    def of(
-        cls, tree: Any, layout: LayoutTree, mesh: MeshLike, axes: AxesTree
-    ) -> "tuple[list[Any], Batch | None]":
-        """Return the arrays of a batch, and its form, which is None if the tree must be planned.
-
-        A tree must be planned if it contains a module, a leaf that is not a concrete array, or one
-        array at two paths. It must also be planned if its layout may depend on more than shapes
-        and names, which is possible for a layout function.
-        """
-        if not _is_batch(tree):
-            return [], None
-        arrays, structure = tree_flatten(tree)
-        layouts, layout_structure = tree_flatten(layout, is_leaf=_is_plain_layout)
-        texts, axes_structure = tree_flatten(axes)
-        if len(set(map(id, arrays))) != len(arrays) or not all(map(_is_plain_layout, layouts)):
-            return arrays, None
-        where = current_mesh() if mesh is None else mesh
-        if not isinstance(where, Mesh | None) or not all(map(_is_text, texts)):
-            return arrays, None  # planning raises an error
-        types = tuple([(x.shape, x.dtype) for x in arrays])
-        return arrays, cls(
-            structure,
-            types,
-            (tuple(layouts), layout_structure),
-            (tuple(texts), axes_structure),
-            where,
-        )
+    if not _is_batch(tree):
+        return None
+    arrays, structure = tree_flatten(tree)
+    layouts, layout_structure = tree_flatten(layout, is_leaf=_is_plain_layout)
+    texts, axes_structure = tree_flatten(axes)
+    if len(set(map(id, arrays))) != len(arrays) or not all(map(_is_plain_layout, layouts)):
+        return None
+    where = current_mesh() if mesh is None else mesh
+    if not isinstance(where, Mesh | None) or not all(isinstance(x, str | Axes) for x in texts):
+        return None  # planning raises an error
+    types = tuple([(x.shape, x.dtype) for x in arrays])
+    return structure, types, tuple(layouts), layout_structure, tuple(texts), axes_structure, where
 
 
 def _is_batch(tree: Any) -> bool:
@@ -77,10 +53,6 @@ def _is_batch(tree: Any) -> bool:
     if kind is list or kind is tuple:
         return all(map(_is_batch, tree))
     return kind is np.ndarray or (is_concrete(tree) and not tree.is_deleted())
-
-
-def _is_text(axes: object) -> bool:
-    return isinstance(axes, str | Axes)
 
 
 def _is_plain_layout(layout: Any) -> bool:

@@ -41,8 +41,7 @@ def copy(tree: T, *, untie: bool = False) -> T:
         >>> both["embed"] is both["unembed"]
         False
     """
-    if untie is not False:
-        check("copy: invalid arguments", untie=(untie, FLAG))
+    check("copy: invalid arguments", untie=(untie, FLAG))
     leaves = read(tree)
     values = leaves.values
     check_deleted("copy", tree)

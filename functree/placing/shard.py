@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
+from jax.tree_util import tree_flatten
 
 from functree.argument_checks import FLAG, check, check_tree
 from functree.devices.meshes import NO_MESH, MeshLike, agreed_mesh, without_devices
@@ -19,7 +20,7 @@ from functree.layout.layout import LayoutTree, own_meshes
 from functree.layout.plan.make_plan import plan_leaves, read_for
 from functree.layout.plan.plan import Plan
 from functree.placing.across_processes import Values, place_across
-from functree.placing.batch import Batch
+from functree.placing.batch import batch_key
 
 T = TypeVar("T")
 
@@ -73,25 +74,24 @@ def shard(
         P('data',)
     """
     check_tree("shard", tree)
-    if local is not False:
-        check("shard: invalid arguments", local=(local, FLAG))
+    check("shard: invalid arguments", local=(local, FLAG))
     if jax.process_count() > 1:
         return place_across(partial(_planned, tree, layout, mesh, axes), local)
-    arrays, batch = Batch.of(tree, layout, mesh, axes)
-    if batch is not None:
-        shardings = _SHARDINGS.get(batch)
-        if shardings is not None:
-            return batch.structure.unflatten(_moved(arrays, shardings))
+    key = batch_key(tree, layout, mesh, axes)
+    shardings = None if key is None else _SHARDINGS.get(key)
+    if shardings is not None:
+        arrays, structure = tree_flatten(tree)
+        return structure.unflatten(_moved(arrays, shardings))
     leaves, planned = _planned(tree, layout, mesh, axes)
     shardings = list(map(planned.sharding, planned.rows))
-    if batch is not None:
+    if key is not None:
         if len(_SHARDINGS) >= _REMEMBERED:
             _SHARDINGS.clear()
-        _SHARDINGS[batch] = shardings
+        _SHARDINGS[key] = shardings
     return leaves.skeleton.fill(moved_once(leaves.values, shardings))
 
 
-_SHARDINGS: dict[Batch, list[NamedSharding]] = {}
+_SHARDINGS: dict[tuple[Any, ...], list[NamedSharding]] = {}
 _REMEMBERED = 256  # batches
 
 
