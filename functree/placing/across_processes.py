@@ -4,8 +4,8 @@ The processes first check that their plans and values agree.
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,17 +29,12 @@ FAILURE = "the arrays cannot be placed"
 Values = Sequence[Any]
 
 
-class Planner(Protocol):
-    """A function that reads a tree and plans it."""
+Planner = Callable[..., tuple[Leaves, Plan]]
+"""A function that reads a tree, and returns its leaves and their plan.
 
-    def __call__(self, values: Values | None = None, check: bool = True) -> tuple[Leaves, Plan]:
-        """Return the leaves of the tree, and their plan.
-
-        Args:
-            values: arrays whose shapes are planned; by default the tree's arrays.
-            check: whether an array that cannot be laid out raises an error.
-        """
-        ...
+It takes `values`, arrays whose shapes are planned (by default the tree's arrays), and `check`,
+whether an array that cannot be laid out raises an error.
+"""
 
 
 def place_across(planner: Planner, local: bool) -> Any:
@@ -79,7 +74,7 @@ def _prepared(planner: Planner, local: bool) -> tuple[Leaves, list[NamedSharding
     if local:
         _check_local(leaves)
         shapes = _whole_shapes(leaves, planned)
-        _, planned = planner(shapes)
+        _, planned = planner(values=shapes)
         _check_sizes(leaves, shapes, planned)
     values: list[str] = []
     for leaf in leaves:
