@@ -120,15 +120,15 @@ def decide_parts(
     # Leaves that share a decision object have equal sizes in the sharded dimensions. If one of them
     # has no problem, the others have none either.
     fine: set[int] = set()
-    by_group = chain.from_iterable([group.mentioned] * len(group.leaves) for group in groups)
-    for leaf, decision, names in zip(known, decisions, by_group, strict=True):
-        if not decision.specified and not allow_unspecified:
-            problems.append(leaf.problem(*UNSPECIFIED))
-        if id(decision) not in fine:
-            faulty = leaf_problems(leaf, decision, view, names)
-            problems += faulty
-            if not faulty:
-                fine.add(id(decision))
+    for group in groups:
+        for leaf, decision in zip(group.leaves, group.decisions, strict=True):
+            if not decision.specified and not allow_unspecified:
+                problems.append(leaf.problem(*UNSPECIFIED))
+            if id(decision) not in fine:
+                faulty = leaf_problems(leaf, decision, view, group.mentioned)
+                problems += faulty
+                if not faulty:
+                    fine.add(id(decision))
     problems += _conflicting(known, decisions, same)
     return Decisions(known, decisions, problems, unused)
 

@@ -8,7 +8,7 @@ from functree.argument_checks import check_tree
 from functree.devices.meshes import MeshLike, agreed_mesh
 from functree.errors import FunctreeValueError, Problem
 from functree.labels.filters import FilterLike, as_filter, check_wrt
-from functree.labels.leaf import meeting
+from functree.labels.leaf import Leaf, meeting
 from functree.labels.leaves import Leaves
 from functree.labels.optimizer.followed_parameters import Optimizer, TrainedModel
 from functree.labels.optimizer.optimizer_state import optimizer_state
@@ -98,13 +98,12 @@ def plan_state(
     problems: list[Problem] = []
     unused: Sequence[str] = ()
     if otherwise is not None:
-        follows = [leaf.follows for leaf in state.leaves]
-        lost = [
-            i for i, followed in enumerate(follows) if followed is not None and not followed.known
-        ]
-        # The copies of these leaves follow nothing, so `otherwise` applies to them.
-        undetermined = [state.leaves[i]._replace(follows=None) for i in lost]
-        others = replace(state, leaves=tuple(undetermined))
+        lost: dict[int, Leaf] = {}
+        for i, leaf in enumerate(state.leaves):
+            if leaf.follows is not None and not leaf.follows.known:
+                # The copy follows nothing, so `otherwise` applies to it.
+                lost[i] = leaf._replace(follows=None)
+        others = replace(state, leaves=tuple(lost.values()))
         extra = decide_parts(others, [Part(as_layout(otherwise), Path())], view)
         for i, decision in zip(lost, extra.decisions, strict=True):
             decisions[i] = decision._replace(reasons=(f"otherwise: {decision.reason}",))

@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 from functree.devices.meshes import Device, mesh_view
 from functree.devices.placement import other_memory
 from functree.devices.specs import of_rank
+from functree.errors import listed
 from functree.labels.leaf import Leaf
 from functree.layout.plan.row import Row, row_of
 
@@ -37,11 +38,8 @@ def live_rows(leaves: Sequence[Leaf]) -> tuple[list[Row], AnyMesh | None]:
 def _mesh_text(mesh: AnyMesh) -> str:
     """Format a mesh with its first devices, to distinguish it from a mesh of the same sizes."""
     text = f"the mesh {mesh_view(mesh)}"
-    if not isinstance(mesh, Mesh):
-        return text
-    text += " of " + ", ".join(map(_device_text, mesh.devices.flat[:4]))
-    if mesh.devices.size > 4:
-        text += ", …"
+    if isinstance(mesh, Mesh):
+        text += f" of {listed(list(map(_device_text, mesh.devices.flat)))}"
     return text
 
 
