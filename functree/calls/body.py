@@ -12,7 +12,6 @@ from itertools import groupby
 from jax.tree_util import register_pytree_with_keys
 
 from functree.calls.call_groups import Traces
-from functree.calls.derivative_rules import MakeContext
 from functree.calls.output import Output
 from functree.calls.signature import AnyFunction
 from functree.tree.arrays import AnyArray, Tree
@@ -125,8 +124,6 @@ class Body:
         compute: a function from the arrays of a call to the output.
         arguments: the grouping of the arrays into arguments.
         traces: the traces of the user's function, which refer to the function and hold its name.
-        context: a function that creates the context in which custom derivative rules run; None if
-            they need no context.
     """
 
     def __init__(
@@ -134,11 +131,9 @@ class Body:
         compute: Callable[[Sequence[AnyArray]], Output],
         arguments: Arguments,
         traces: Traces,
-        context: MakeContext | None = None,
     ):
         self._compute, self._fun = compute, traces.fun
         self.name: str = traces.signature.name
-        self.context: MakeContext | None = context
         self.arguments: Arguments = arguments
         self.__name__: str = self.name.rpartition(".")[2]
         self.__qualname__: str = self.__name__

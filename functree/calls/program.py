@@ -14,7 +14,6 @@ from jax.stages import Traced, Wrapped
 
 from functree.calls.body import Arrays, Body
 from functree.calls.call_groups import CallGroup
-from functree.calls.derivative_rules import has_derivatives, in_context
 from functree.calls.output import Output
 from functree.calls.runtime_checks import has_checks, run_checked
 from functree.devices.constraint import with_constraint
@@ -168,8 +167,6 @@ def make_program(
             if out_shardings is not None:
                 given["out_shardings"] = Output(out_shardings, output.skeleton, output.which)
     last: ArrayFunction = body
-    if in_trace and body.context is not None and has_derivatives(traced.jaxpr):
-        last = in_context(body, body.context)
     if in_trace and out_shardings is not None and _by_constraints(out_shardings):
         last = _constraining(last, out_shardings)
         del given["out_shardings"]

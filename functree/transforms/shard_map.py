@@ -3,7 +3,6 @@
 A function of local arrays, and options ─► a function of global arrays.
 """
 
-import functools
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import (
@@ -57,7 +56,7 @@ from functree.layout.layout import (
     copied,
 )
 from functree.layout.plan.make_plan import plan_leaves, read_for
-from functree.placing.ambient import Surroundings, axis_rules
+from functree.placing.ambient import axis_rules
 from functree.transforms.typed import Sizes, check_sizes
 from functree.tree.arrays import AnyArray
 
@@ -249,18 +248,14 @@ class Mapped(Function[_P, _T]):
         self._layouts = ParameterLayouts("in_specs", given, self._signature, options.rules)
 
     def _key(self, flat: FlatCall, rules: Layout | None) -> Hashable:
-        # In the trace of an outer function, custom derivative rules must keep the ambient rules of
-        # the body, so programs made in such a trace are cached separately.
+        # In the trace of an outer function, a program does not wait for Equinox checks.
         return (tracing(), self._manual_mesh(flat.arrays), rules, *flat.kinds())
 
     def _program(self, flat: FlatCall) -> Program:
         manual, rules = self._manual_mesh(flat.arrays), self._rules()
         compute = self._computation(flat, manual, rules)
-        # A custom derivative rule that runs later needs only the rules: JAX restores the body's
-        # mesh, whose axes are Manual.
-        context = functools.partial(Surroundings(None, rules).entered, ())
         arguments = Arguments(flat.group.paths, ())
-        body = Body(compute, arguments, self._traces, context)
+        body = Body(compute, arguments, self._traces)
         program, traced = make_program(
             flat.group, body, flat.arrays, mesh=manual.mesh, rules=rules, options={"inline": True}
         )

@@ -214,6 +214,24 @@ def test_an_inner_mesh_over_the_same_devices():
             called(inner)
 
 
+def test_a_derivative_rule_that_constrains_has_the_rules_of_the_caller():
+    @jax.custom_vjp
+    def double(x: Array) -> Array:
+        return x * 2
+
+    double.defvjp(lambda x: (x * 2, x), lambda x, d: (ft.constrain(2 * d + 0 * x, "rows cols"),))
+    rules, x = (
+        ft.AxisRules({"rows": "data", "cols": "model"}),
+        ft.shard(jnp.ones((8, 4)), P(), MESH),
+    )
+    f = ft.jit(lambda x: double(x).sum(), rules=rules, mesh=MESH)
+    with raises("no rules lay out `rows cols`", "enter `with ft.axis_rules(rules):`"):
+        jax.grad(f)(x)
+    with jax.set_mesh(MESH), ft.axis_rules(rules):
+        assert_lies(jax.grad(f)(x), "data", "model")
+    assert_lies(ft.jit(jax.grad(f), rules=rules, mesh=MESH)(x), "data", "model")
+
+
 def test_a_result_that_depends_on_no_argument_has_the_mesh_of_the_function():
     x = jax.device_put(Y, NamedSharding(MESH, P("data", "model")))
     g = ft.jit(lambda x: ft.constrain(jnp.zeros((8, 8)), P("data", "model")), mesh=MESH)

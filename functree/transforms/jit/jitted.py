@@ -366,8 +366,7 @@ def _make_body(
         return Output.of(_repacked(result, packed), signature.name)
 
     arguments = Arguments(group.paths, donated)
-    context = functools.partial(surroundings.entered, ())
-    return Body(compute, arguments, traces, context)
+    return Body(compute, arguments, traces)
 
 
 # Packed trees
