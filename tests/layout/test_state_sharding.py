@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import re
 import warnings
 from typing import Any
 
@@ -130,7 +129,6 @@ MEANT: dict[str, tuple[Any, str]] = {
     "an index too many": ("layers.2.bias", "layers.*.bias"),
     "the whole path": ("blocks.*.bias", "layers.*.bias"),
     "a path": (ft.Path(("layer", 1, "bias")), "layers.1.bias"),
-    "an expression": (re.compile("scla"), "scale"),
     "another tree": ("blocks.*.mlp", ""),
     "a class": (eqx.nn.LSTMCell, ""),
     "an axis": (ft.has_axis("embd"), ""),

@@ -224,14 +224,14 @@ class Reference(NamedTuple):
         outside = self.namespace
         try:
             if isinstance(self.what, str):
-                return parse(outside.find(self.what), outside)
+                return _with_spec(parse(outside.find(self.what), outside), outside)
             # An alias is resolved in its own module, which may differ from the class's module. Its
             # arguments are resolved in the class's module.
             alias = typing.get_origin(self.what) or self.what
             args = [Reference(arg, outside) for arg in typing.get_args(self.what)]
             values = dict(zip(alias.__type_params__, args, strict=False))
             inside = replace(outside, module=alias.__module__, names={}, values=values)
-            return parse(alias.__value__, inside)
+            return _with_spec(parse(alias.__value__, inside), inside)
         except NameError:
             if not outside.optional:
                 raise
@@ -373,16 +373,17 @@ def parse(hint: Any, namespace: Namespace) -> Hint:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if isinstance(hint, str | typing.ForwardRef):
         text = hint if isinstance(hint, str) else hint.__forward_arg__
-        return _reference(text, text, namespace)
+        return Hint(text=text, references=(Reference(text, namespace),))
     if isinstance(hint, TypeVar):
         if hint in namespace.values:
             value, outside = namespace.values[hint]
-            return parse(value, replace(outside, spec=namespace.spec or outside.spec))
+            inside = replace(outside, spec=namespace.spec or outside.spec)
+            return _with_spec(parse(value, inside), inside)
         return NOTHING
     # The class is compared by name, since it is new in Python 3.12, and typing_extensions has its
     # own class for older versions.
     if type(origin or hint).__name__ == "TypeAliasType":
-        return _reference(str(hint), hint, namespace)
+        return Hint(text=str(hint), references=(Reference(hint, namespace),))
     if origin is typing.Annotated:
         return _annotated(args[0], hint.__metadata__, namespace)
     if origin in (typing.Union, types.UnionType):
@@ -400,17 +401,12 @@ def parse(hint: Any, namespace: Namespace) -> Hint:
     return _parametrized(hint, origin, args, namespace)
 
 
-def _reference(text: str, what: Any, namespace: Namespace) -> Hint:
-    """Return the hint of a type expression that is resolved when a leaf needs it."""
-    return Hint(text=text, references=(Reference(what, namespace),))
-
-
 def _parametrized(hint: Any, origin: Any, args: tuple[Any, ...], namespace: Namespace) -> Hint:
     """Return the hint of a container or a generic class with arguments."""
     # The arguments of `type[X]` and `Callable[[X], Y]` are not annotations of arrays in the value.
     if not isinstance(origin, type) or origin in (type, abc.Callable):
         return NOTHING
-    inner = tuple(parse(arg, namespace) for arg in args)
+    inner = tuple(_with_spec(parse(arg, namespace), namespace) for arg in args)
     together = merge(inner)
     if together is NOTHING:
         return NOTHING
@@ -432,7 +428,6 @@ def _annotated(inner: Any, marks: Iterable[Any], namespace: Namespace) -> Hint:
         if isinstance(mark, PartitionSpec) and namespace.spec is None:
             namespace = replace(namespace, spec=mark)
     hint = parse(inner, namespace)
-    leaf: Hint | None = None  # the hint of every array at any depth
     for mark in marks:
         if isinstance(mark, Names):
             hint = replace(hint, names=mark)
@@ -440,13 +435,22 @@ def _annotated(inner: Any, marks: Iterable[Any], namespace: Namespace) -> Hint:
             hint = replace(hint, buffer=True)
         elif isinstance(mark, Axes):
             form = form_of_axes(mark)._replace(spec=namespace.spec)
-            leaf = Hint(text=f'"{mark}"', forms=(form,))
-    if leaf is None and namespace.spec and not (hint.is_about_arrays or hint.references):
-        # `Annotated[eqx.nn.Linear, P("data")]`: arrays of any rank and dtype, at any depth.
-        form = array_form("...")._replace(spec=namespace.spec)
-        leaf = Hint(text=hint.text or f"Annotated[..., {namespace.spec}]", forms=(form,))
-    if leaf is None:
+            hint = _at_any_depth(Hint(text=f'"{mark}"', forms=(form,)), hint)
+    return _with_spec(hint, namespace)
+
+
+def _with_spec(hint: Hint, namespace: Namespace) -> Hint:
+    """Apply the spec around an annotation to arrays at any depth, if it annotates no arrays."""
+    if namespace.spec is None or hint.is_about_arrays or hint.references:
         return hint
+    # `Annotated[eqx.nn.Linear, P("data")]`: arrays of any rank and dtype, at any depth.
+    form = array_form("...")._replace(spec=namespace.spec)
+    text = hint.text or f"Annotated[..., {namespace.spec}]"
+    return _at_any_depth(Hint(text=text, forms=(form,)), hint)
+
+
+def _at_any_depth(leaf: Hint, hint: Hint) -> Hint:
+    """Return a hint for arrays at any depth, with the names and the mark of another hint."""
     return replace(leaf, below=leaf, names=hint.names, buffer=hint.buffer)
 
 
