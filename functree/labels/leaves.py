@@ -354,7 +354,10 @@ class _Walk:
             else:
                 below = hint.child(None)
                 if fields:
-                    within = inside._replace(unread=without_keys(cls))
+                    # The class is registered without keys.
+                    below = fields.get(_attribute_of(node, child), below)
+                    if below is NOTHING:
+                        within = inside._replace(unread=without_keys(cls))
             # `PyTree[X]` annotates all fields that the class does not annotate.
             if hint.below is not None and by_field and below.tried() is NOTHING:
                 below = hint.child(None)
@@ -380,6 +383,12 @@ class _Walk:
             declared, stacked = Axes(*entry.axes[unstacked:]), entry.stacked - unstacked
             axes = state_axes(child, place, declared)
             self.leaves.append(Leaf(place, child, *axes, within, place, (), stacked))
+
+
+def _attribute_of(node: Tree, child: Tree) -> str:
+    """Return the name of the only attribute that holds a child, or an empty string."""
+    names = [name for name, value in getattr(node, "__dict__", {}).items() if value is child]
+    return names[0] if len(names) == 1 else ""
 
 
 def _sorted_keys(node: Mapping[Any, Any], path: Keys) -> Iterable[Any]:

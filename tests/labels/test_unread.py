@@ -53,6 +53,8 @@ def test_a_class_that_is_registered_without_keys():
         specs(Tied(W, W))
     # They have no names for those who do not ask by name.
     assert not any(map(any, jax.tree.leaves(ft.tree_axes(Tied(W, W)))))
+    # Different objects are found in the attributes.
+    assert specs(Tied(W, W + 1)) == [P(None, "model"), P("model", None)]
 
 
 def test_the_warning_of_what_rules_replicate():
