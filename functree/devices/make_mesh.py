@@ -111,13 +111,14 @@ def _first_devices(
         # `devices` may be another mesh's `devices`, an array with the shape of that mesh.
         available = list(np.ravel(np.asarray(devices, dtype=object)))
     if needed > len(available):
-        verb = "is" if len(available) == 1 else "are"
-        flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
-        have = f"there {verb} {len(available)}: use smaller sizes, or on a CPU, set {flag} before "
-        have += "you import jax"
-        if devices is not None:
-            have = f"`devices` contains {len(available)}: pass more devices, or use smaller sizes"
-        raise ShardingError(f"make_mesh: {requested} needs {count(needed, 'device')}, but {have}")
+        remedy = "pass more devices, or use smaller sizes"
+        if devices is None:
+            flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
+            remedy = f"use smaller sizes, or on a CPU, set {flag} before you import jax"
+        raise ShardingError(
+            f"make_mesh: {requested} needs {count(needed, 'device')} (available: "
+            f"{len(available)}): {remedy}"
+        )
     return available[:needed]
 
 
