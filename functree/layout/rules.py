@@ -320,21 +320,17 @@ def _rule(name: Any, value: Any) -> Rule:
             f"AxisRules: {name!r} is not an axis name: write an identifier (not `_`), or `...`, on "
             "the left side of a rule"
         )
-    if value is not None and not isinstance(value, str | tuple | list):
+    if value is None:
+        return Rule(name, ())
+    mesh_axes = (value,) if isinstance(value, str) else value
+    # An empty tuple would mean `None`, but may be a forgotten name.
+    is_sequence = isinstance(mesh_axes, tuple | list) and len(mesh_axes) > 0
+    if not is_sequence or not all(map(is_name, mesh_axes)):
         raise RuleError(
             f"rule {name}→{value!r}: write a mesh axis, a tuple of mesh axes, or `None` on the "
             "right side"
         )
-    if value is None:
-        return Rule(name, ())
-    mesh_axes = (value,) if isinstance(value, str) else tuple(value)
-    # An empty tuple would mean `None`, but may be a forgotten name.
-    if not mesh_axes or not all(map(is_name, mesh_axes)):
-        raise RuleError(
-            f"rule {name}→{value!r}: mesh axes must be non-empty strings: write at least one, or "
-            "`None` to leave the axis unsharded"
-        )
-    rule = Rule(name, mesh_axes)
+    rule = Rule(name, tuple(mesh_axes))
     for axis in mesh_axes:
         if mesh_axes.count(axis) > 1:
             raise RuleError(f"rule {rule}: mesh axis `{axis}` is named twice: name it once")
