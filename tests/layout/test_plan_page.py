@@ -72,8 +72,8 @@ def test_the_page() -> None:
     assert page.classes.count("device") == 8 and page.tags.count("script") == 1
     text = plan.html()
     for shown in (
-        'f32[4, 8/<code class="a1">model</code>]',
-        'f32[8/<code class="a0">data</code>/<code class="a1">model</code>, 16]',
+        "f32[4, 8/model]",
+        "f32[8/data/model, 16]",
         html.escape("'**.w': P(None, 'model') as given"),
         "device 5, data=1, model=1",
         "×2",

@@ -5,8 +5,10 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from functree.devices.meshes import MeshView
-from functree.layout.plan.row import Row, axes_of, beside_array, saved_by_sharding, sizes_of
+from functree.layout.plan.row import Row, axes_of, saved_by_sharding
 from functree.layout.plan.text import Group, groups_of
 from functree.report.page import (
     Card,
@@ -15,7 +17,6 @@ from functree.report.page import (
     cards_html,
     code,
     device_color,
-    mesh_axes_html,
     notes_html,
     report_html,
     section_html,
@@ -87,13 +88,12 @@ class PlanPage(NamedTuple):
         return sum(row.bytes_per_device for row in self.rows)
 
     def _device(self, device: int) -> str:
+        sizes = tuple(self.sizes.values())
         position: list[str] = []
-        rest = device
-        for axis, size in reversed(list(self.sizes.items())):
-            rest, index = divmod(rest, size)
+        for axis, size, i in zip(self.sizes, sizes, np.unravel_index(device, sizes), strict=True):
             if size > 1:
-                position.append(f"{axis}={index}")
-        name = html.escape(", ".join([f"device {device}", *reversed(position)]))
+                position.append(f"{axis}={i}")
+        name = html.escape(", ".join([f"device {device}", *position]))
         dot = f'<span class="dot" style="background:{device_color(device, self.sizes)}"></span>'
         return f'<span class="device">{dot}{name}</span>'
 
@@ -115,7 +115,7 @@ class PlanPage(NamedTuple):
 
     def _leaf(self, group: Group, pictures: Pictures) -> TreeLeaf:
         row, number = group.rows[0], len(group.rows)
-        content = code(group.array) if group.follow else self._array(row)
+        content = code(group.array)
         if any(row.axes) and not group.follow:
             content += f' <span class="muted">{html.escape(str(row.axes))}</span>'
         if number > 1:
@@ -128,11 +128,6 @@ class PlanPage(NamedTuple):
             picture = pictures.of(row.shape, axes_of(row))
         copies = sum(map(saved_by_sharding, group.rows))
         return TreeLeaf(group.parts, group.per_device, content, number, picture, copies)
-
-    def _array(self, row: Row) -> str:
-        """Render an array with the mesh axes that divide it, in their colors."""
-        sizes = sizes_of(row, lambda axis: mesh_axes_html([axis], self.sizes))
-        return f"<code>{sizes}{html.escape(beside_array(row))}</code>"
 
     def _moved(self, rows: Sequence[Row]) -> str:
         total = sum(self.moved.get(row.path, 0) for row in rows)

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from functree.argument_checks import Takes, check, shown
+from functree.argument_checks import shown
 from functree.devices.meshes import MeshView
 from functree.devices.specs import spec_text
 from functree.errors import (
     FunctreeTypeError,
+    FunctreeValueError,
     Problem,
     ShardingError,
     count,
@@ -238,7 +239,8 @@ class Plan(Layout):
             ... ]
             [['b', 'f32[64/data]'], ['a', 'f32[8/data]']]
         """
-        check("table: invalid arguments", sort=(sort, _SORT))
+        if sort not in (None, "bytes"):
+            raise FunctreeValueError(f'table: sort={sort!r} is invalid: write "bytes" or None')
         notes = [*self._notes(), *self._problem_texts()]
         return plan_text(self.rows, notes, by_bytes=sort == "bytes")
 
@@ -347,9 +349,6 @@ class PlanParts(NamedTuple):
     unused_names: tuple[str, ...]
 
 
-_SORT = Takes(
-    '`"bytes"`', lambda value: isinstance(value, str), lambda value: value == "bytes"
-).or_none()
 _OWN_TREE = "use a plan of the tree that contains this leaf"
 
 

@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -87,18 +87,20 @@ def saved_by_sharding(row: Row) -> int:
 def array_of(row: Row) -> str:
     """Return a row's array, with the mesh axes that divide each size: `f32[32000/model, 512]`.
 
-    If several mesh axes divide a size, the outermost comes first: `64/data/model`.
+    If several mesh axes divide a size, the outermost comes first: `64/data/model`. A missing spec,
+    partial sums and host memory follow the sizes.
     """
-    return sizes_of(row, str) + beside_array(row)
-
-
-def sizes_of(row: Row, axis_text: Callable[[str], str]) -> str:
-    """Format an array's dtype and sizes, with a text for each mesh axis that divides a size."""
-    sizes = list(map(str, row.shape))
-    for dim, axes in enumerate(axes_of(row)):
-        for axis in axes:
-            sizes[dim] += f"/{axis_text(axis)}"
-    return f"{dtype_text(row.dtype)}[{', '.join(sizes)}]"
+    sizes: list[str] = []
+    for size, axes in zip(row.shape, axes_of(row), strict=True):
+        sizes.append("/".join((str(size), *axes)))
+    text = f"{dtype_text(row.dtype)}[{', '.join(sizes)}]"
+    if row.spec is None:
+        text += " no spec"
+    elif row.spec.unreduced or row.spec.reduced:
+        text += f" {spec_text(row.spec)}"
+    if row.memory_kind is not None:
+        text += f" {row.memory_kind}"
+    return text
 
 
 def axes_of(row: Row) -> list[tuple[str, ...]]:
@@ -107,15 +109,3 @@ def axes_of(row: Row) -> list[tuple[str, ...]]:
     # In a plan with problems, a spec may have more entries than the array has dimensions.
     entries = of_rank(spec, len(row.shape)).partitions
     return [mesh_axes(entry) for entry in entries[: len(row.shape)]]
-
-
-def beside_array(row: Row) -> str:
-    """Return the text after an array's sizes: a missing spec, partial sums, or host memory."""
-    text = ""
-    if row.spec is None:
-        text += " no spec"
-    elif row.spec.unreduced or row.spec.reduced:
-        text += f" {spec_text(row.spec)}"
-    if row.memory_kind is not None:
-        text += f" {row.memory_kind}"
-    return text
