@@ -115,9 +115,10 @@ def _first_devices(
         if devices is None:
             flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
             remedy = f"use smaller sizes, or on a CPU, set {flag} before you import jax"
+        verb = "is" if len(available) == 1 else "are"
         raise ShardingError(
-            f"make_mesh: {requested} needs {count(needed, 'device')} (available: "
-            f"{len(available)}): {remedy}"
+            f"make_mesh: {requested} needs {count(needed, 'device')}, but there {verb} "
+            f"{len(available)}: {remedy}"
         )
     return available[:needed]
 

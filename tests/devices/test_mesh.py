@@ -40,7 +40,7 @@ def test_takes_the_devices_of_another_mesh():
     [
         (
             {"data": 4, "model": 4},
-            "data=4 × model=4 needs 16 devices .available: 8.*platform_device_count=16",
+            "data=4 × model=4 needs 16 devices, but there are 8.*platform_device_count=16",
         ),
         ({"data": 0}, r"make_mesh\(data=0\): a size must be a positive integer"),
         ({"data": True}, r"make_mesh\(data=True\): a size must be a positive integer"),
