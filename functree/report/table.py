@@ -33,9 +33,8 @@ def row_lines(cells: Sequence[str], widths: Sequence[int], number: str, details:
         lines += wrapped(name, WIDTH)
         name = ""
     lines += columns((name, *others), widths, number)
-    for part in wrapped(details, WIDTH - len(INDENT)):
-        if part:
-            lines.append(INDENT + part)
+    if details:
+        lines += wrapped(details, WIDTH, INDENT, INDENT)
     return lines
 
 
@@ -67,11 +66,7 @@ def paragraphs(texts: Iterable[str]) -> list[str]:
 
 def numbered(number: int, text: str) -> list[str]:
     """Return the lines of an item in a numbered list."""
-    lines: list[str] = []
-    for part in wrapped(text, WIDTH - len(INDENT)):
-        head = "" if lines else str(number)
-        lines.append(head.rjust(3).ljust(len(INDENT)) + part)
-    return lines
+    return wrapped(text, WIDTH, f"{number:3} ", INDENT)
 
 
 def lines_text(lines: Iterable[str]) -> str:
@@ -79,9 +74,17 @@ def lines_text(lines: Iterable[str]) -> str:
     return "\n".join(map(str.rstrip, lines))
 
 
-def wrapped(text: str, most: int) -> list[str]:
-    """Wrap a text to this many characters. Words that are too long for a line are split."""
-    return wrap(text, most, break_on_hyphens=False) or [""]
+def wrapped(text: str, most: int, first: str = "", others: str = "") -> list[str]:
+    """Wrap a text to this many characters. Words that are too long for a line are split.
+
+    Args:
+        text: the text.
+        most: the maximum number of characters of a line.
+        first: the indentation of the first line.
+        others: the indentation of the other lines.
+    """
+    lines = wrap(text, most, initial_indent=first, subsequent_indent=others, break_on_hyphens=False)
+    return lines or [""]
 
 
 _T = TypeVar("_T")
