@@ -6,7 +6,7 @@ It compares lines of text, which are equal if the values are equal.
 import dataclasses
 import re
 import zlib
-from collections.abc import Hashable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from enum import Enum
 from functools import partial
 from importlib.metadata import version
@@ -89,21 +89,19 @@ def facts_of(value: Any, *, skip: bool = False) -> list[str]:
 
 
 def settings() -> list[str]:
-    """Return the versions and settings of JAX on which a program depends."""
-    lines = [f"jax {jax.__version__}", f"jaxlib {version('jaxlib')}"]
-    for name, value in zip(_SETTINGS, configuration(), strict=True):
-        lines.append(f"{name} = {value}")
+    """Return the versions and the current settings of JAX on which a program depends.
+
+    The settings include changes by context managers.
+    """
+    lines = [f"jax {jax.__version__}", f"jaxlib {_JAXLIB}"]
+    values = jax.config.values
+    for name in _SETTINGS:
+        # Versions of JAX differ in their settings, and not all settings are attributes.
+        lines.append(f"{name} = {getattr(jax.config, name, values.get(name))}")
     return lines
 
 
-def configuration() -> tuple[Hashable, ...]:
-    """Return the current values of `_SETTINGS`, including changes by context managers."""
-    values: list[Hashable] = []
-    for name in _SETTINGS:
-        # Versions of JAX differ in their settings, and not all settings are attributes.
-        values.append(getattr(jax.config, name, jax.config.values.get(name)))
-    return tuple(values)
-
+_JAXLIB = version("jaxlib")
 
 # These settings change a program's values or collectives, even if its text is the same. Other
 # settings may differ between processes, such as paths for logs and caches, or the GPUs in use.

@@ -44,7 +44,6 @@ from functree.layout.state_sharding import has_filters
 from functree.placing.ambient import Surroundings
 from functree.processes.agreement import Agreement, Facts
 from functree.processes.check_processes import (
-    configuration,
     facts_of,
     has_values_here,
     own_text,
@@ -477,6 +476,6 @@ def _key(program: Program, flat: FlatCall) -> Hashable:
     """Return the key of a compilation: everything that it depends on."""
     return (
         program,
-        configuration(),
+        tuple(settings()),
         tuple((jax.typeof(x), getattr(x, "sharding", None)) for x in flat.arrays),
     )
