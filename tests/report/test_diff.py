@@ -76,16 +76,6 @@ def test_a_plan_as_json(mesh: Any) -> None:
             getattr(after, attribute)
 
 
-def test_the_json_of_a_plan_edited_by_hand() -> None:
-    text = plan(ft.P("model")).to_json()
-    data = json.loads(text)
-    data["rows"][1]["shape"] = ["all"]
-    with raises('invalid plan JSON: `rows.1.shape.0` is "all", not of type int'):
-        ft.Plan.from_json(json.dumps(data))
-    with raises("the text is not plan JSON: "):
-        ft.Plan.from_json(text[:-2])
-
-
 def test_a_plan_with_problems_as_json() -> None:
     before = ft.plan({"w": jnp.ones((3, 5))}, ft.P("model"), SIZES, check=False)
     assert before.problems and ft.Plan.from_json(before.to_json()).problems == before.problems
@@ -117,13 +107,10 @@ def test_what_is_moved_in_the_json_of_a_ledger() -> None:
     before = ledger_of(("w", 32, 1))
     data = json.loads(before.to_json())
     moved = data["collectives"][0]
-    for name, value, why in (
-        ("moves", "everything", "`moves` of 'r' is 'everything': use 'itself', 'gradient', 'act"),
-        ("count", 1.5, "`collectives.0.count` is 1.5, not of type int"),
+    with raises(
+        "invalid ledger JSON: `moves` of 'r' is 'everything': use 'itself', 'gradient', 'act"
     ):
-        with raises(f"invalid ledger JSON: {why}"):
-            wrong = {**data, "collectives": [{**moved, name: value}]}
-            ft.Ledger.from_json(json.dumps(wrong))
+        ft.Ledger.from_json(json.dumps({**data, "collectives": [{**moved, "moves": "everything"}]}))
     # As an earlier functree wrote it.
     assert "moves" not in moved
     del data["idle"]
