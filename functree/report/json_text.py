@@ -117,14 +117,11 @@ def read_json(text: str, kind: str, cls: type[T]) -> T:
 def read_value(data: Any, kind: str, cls: type[T]) -> T:
     """Read a value of a class from parsed JSON, as `read_json` does."""
     # Plans, ledgers and checkpoints state their kind, so one cannot be mistaken for another.
-    actual = None
-    if isinstance(data, dict):
-        actual = data.get("functree")
-    if not actual:
-        raise FunctreeValueError(f"the text is not {kind} JSON")
-    if actual != kind:
-        name = actual if isinstance(actual, str) else value_text(actual)
-        raise FunctreeValueError(f"this is {name} JSON, not {kind} JSON")
+    given = data.get("functree") if isinstance(data, dict) else None
+    if given != kind:
+        raise FunctreeValueError(
+            f"the text is not {kind} JSON: its `functree` is {value_text(given)}"
+        )
     version = data.get("format")
     if version not in range(1, FORMAT + 1):
         readable = f"this version of functree reads up to format {FORMAT}"

@@ -103,7 +103,10 @@ def test_each_type() -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "of something else": ({"functree": "ledger"}, "this is ledger JSON, not plan JSON"),
+    "of something else": (
+        {"functree": "ledger"},
+        'the text is not plan JSON: its `functree` is "ledger"',
+    ),
     "of nothing": ({"functree": ...}, "not plan JSON"),
     "newer": (
         {"format": 3},
