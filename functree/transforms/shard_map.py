@@ -290,16 +290,9 @@ class Mapped(Function[_P, _T]):
             # user's function.
             traced = group.bodies.setdefault((manual, rules), traced)
 
-        # `compute` must not refer to `self`, which holds the user's function: the group's cache
-        # would keep that function alive.
-        def compute(arrays: Sequence[AnyArray]) -> Output:
-            output = _run_mapped(traced, signature, options, manual, specs, arrays)
-            if options.shapes == "global":
-                record = signature.result(output.tree)
-                check_sizes(signature.name, record, known=sizes, where="global")
-            return output
-
-        return compute
+        # The computation must not refer to `self`, which holds the user's function: the group's
+        # cache would keep that function alive.
+        return functools.partial(_run_mapped, traced, signature, options, manual, specs, sizes)
 
     def _manual_mesh(self, arrays: Iterable[AnyArray]) -> ManualMesh:
         """Return the mesh of a call, and the mesh axes that become Manual."""
@@ -356,6 +349,7 @@ def _run_mapped(
     options: MapOptions,
     manual: ManualMesh,
     in_specs: Sequence[PartitionSpec],
+    sizes: Sizes,
     arrays: Sequence[AnyArray],
 ) -> Output:
     """Run a function of local arrays on global arrays, with `jax.shard_map`."""
@@ -389,7 +383,10 @@ def _run_mapped(
             check_vma=options.check_vma,
         )
         values = run(*inputs)
-    return Output(values, outputs[0].skeleton)
+    output = Output(values, outputs[0].skeleton)
+    if options.shapes == "global":
+        check_sizes(signature.name, signature.result(output.tree), known=sizes, where="global")
+    return output
 
 
 def _specs_of_result(

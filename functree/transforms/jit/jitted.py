@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.tree_util import tree_map
 
 from functree.calls.body import Arguments, Body, donated_indices
-from functree.calls.call_groups import CallGroup, FlatCall, Traces
+from functree.calls.call_groups import FlatCall
 from functree.calls.checks import (
     check_donated,
     check_mesh,
@@ -39,7 +39,7 @@ from functree.devices.placement import (
     with_devices_of,
 )
 from functree.errors import listed, warn
-from functree.layout.layout import Layout, LayoutTree, copied
+from functree.layout.layout import Layout, LayoutTree
 from functree.layout.state_sharding import has_filters
 from functree.placing.ambient import Surroundings
 from functree.processes.agreement import Agreement, Facts
@@ -134,9 +134,6 @@ class Jit(Function[_P, _T]):
             fun: the same function, which may be bound to different arguments.
             **options: the changed fields of `JitOptions`.
         """
-        for name in ("in_shardings", "out_shardings"):
-            if name in options:
-                options[name] = copied(options[name])
         return self.of(fun, self._options._replace(**options))
 
     def _key(self, flat: FlatCall, rules: Layout | None) -> Hashable:
@@ -239,9 +236,6 @@ class Jit(Function[_P, _T]):
         if self._layouts is not None:
             mesh, _ = by_in_shardings(flat.call, arrays, self._layouts, mesh)
         check_mesh(name, group.paths, arrays, mesh)
-        # JAX would report a deleted array without its path.
-        if any(map(is_deleted, arrays)):
-            raise refuse_deleted(name, group.paths, arrays)
         surroundings = Surroundings(mesh or of_arguments, self._rules())
         if surroundings.mesh is None and options.rules is not None and not tracing():
             warn_without_mesh(name, arrays)
@@ -291,9 +285,25 @@ class Jit(Function[_P, _T]):
         if several:
             donated = tuple(i for i in donated if not _is_spread(flat.arrays[i]))
         body = group.bodies.get((surroundings, donated))
-        if body is None:
-            body = _make_body(self._traces, group, donated, surroundings)
-            group.bodies[surroundings, donated] = body
+        if body is not None:
+            return body
+        signature, fun = self._signature, self._traces.fun
+        packed = [value for _, value in group.skeleton.statics if isinstance(value, Skeleton)]
+
+        # `compute` must not refer to `self`, which holds the user's function: the group's cache
+        # would keep that function alive.
+        def compute(arrays: Sequence[AnyArray]) -> Output:
+            call = group.skeleton.fill(arrays)
+            with surroundings.entered(arrays):
+                values = opened(call)
+                if packed:
+                    values = _unpacked(values)
+                result = signature.run(fun(), values)
+            return Output.of(_repacked(result, packed), signature.name)
+
+        arguments = Arguments(group.paths, donated)
+        body = Body(compute, arguments, self._traces)
+        group.bodies[surroundings, donated] = body
         return body
 
     def _lay_outputs(
@@ -317,14 +327,15 @@ class Jit(Function[_P, _T]):
 
     def _donated(self, flat: FlatCall) -> Donated:
         """Return the donated arguments, with the shardings that parts of the result keep."""
-        shardings = list(map(_named_sharding, flat.arrays))
         paths = flat.group.paths
         indices = set(donated_indices(paths, self._options.donated))
         donated = dict[StateForm, dict[Path, tuple[NamedSharding | None, ...]]]()
         for name, value in self._signature.each(flat.call):
             below = [i for i, path in enumerate(paths) if path[: len(name)] == name]
             if below and below[0] in indices:
-                kept = tuple(shardings[i] for i in below)
+                # A traced array's sharding is unknown.
+                given = [getattr(flat.arrays[i], "sharding", None) for i in below]
+                kept = tuple(x if isinstance(x, NamedSharding) else None for x in given)
                 donated.setdefault(StateForm.of(value), {})[name] = kept
         return donated
 
@@ -337,35 +348,6 @@ def _is_spread(array: AnyArray) -> bool:
     """
     has_value = not isinstance(array, Tracer | jax.ShapeDtypeStruct)
     return has_value and is_unplaced(array) and array.ndim > 0
-
-
-def _named_sharding(array: AnyArray) -> NamedSharding | None:
-    """Return the sharding of an array on a mesh, or None for any other array.
-
-    For a traced array, the sharding is unknown.
-    """
-    sharding = getattr(array, "sharding", None)
-    return sharding if isinstance(sharding, NamedSharding) else None
-
-
-def _make_body(
-    traces: Traces, group: CallGroup, donated: tuple[int, ...], surroundings: Surroundings
-) -> Body:
-    """Make the body of the user's function for a group of calls, an ambient mesh, and rules."""
-    signature, fun = traces.signature, traces.fun
-    packed = [value for _, value in group.skeleton.statics if isinstance(value, Skeleton)]
-
-    def compute(arrays: Sequence[AnyArray]) -> Output:
-        call = group.skeleton.fill(arrays)
-        with surroundings.entered(arrays):
-            values = opened(call)
-            if packed:
-                values = _unpacked(values)
-            result = signature.run(fun(), values)
-        return Output.of(_repacked(result, packed), signature.name)
-
-    arguments = Arguments(group.paths, donated)
-    return Body(compute, arguments, traces)
 
 
 # Packed trees

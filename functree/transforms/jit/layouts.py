@@ -22,10 +22,9 @@ from functree.devices.placement import is_sharded_as, mesh_of, sharding_text
 from functree.errors import Problem, ShardingError, count, listed, warn
 from functree.labels.leaf import Leaf, is_bare, is_in_module
 from functree.labels.leaves import Leaves
-from functree.layout.decide import UNSPECIFIED, Decisions, decide_parts, filter_problems
+from functree.layout.decide import UNSPECIFIED, decide_parts, filter_problems
 from functree.layout.decision import (
     Decision,
-    Fault,
     layout_problem,
     refuse,
     whole,
@@ -141,40 +140,43 @@ def by_rules(
     view = agreed_mesh(mesh, own_meshes(parts))
     # `check_rules` checks the filters, for all arguments together.
     decided = decide_parts(leaves, as_partial(parts), view, allow_unspecified=True)
-    decisions, nameless = _without_names(decided)
+    wanted, nameless, missing = dict[int, Decision](), list[Leaf](), list[Problem]()
+    for i, array in arrays.items():
+        leaf, decision = decided.leaves[i], decided.decisions[i]
+        # Replicating a scalar is cheap.
+        if not is_in_module(leaf) and not leaf.shape:
+            continue
+        has_names = leaf.annotated or leaf.spec is not None or leaf.misfit is not None
+        is_left = is_bare(leaf) and not decision.specified
+        if is_left or (decision.faults and not has_names):
+            nameless.append(leaf)
+            # The compiler chooses the sharding of a traced array without names.
+            if not isinstance(array, Tracer):
+                wanted[i] = whole(leaf)
+        elif decision.specified:
+            wanted[i] = decision
+        else:
+            missing.append(leaf.problem(*UNSPECIFIED))
     # Committed arrays stay where they are, so their problems do not matter. Arrays without names
     # are replicated, with a warning.
     settled = {leaf.path for i, leaf in enumerate(decided.leaves) if i not in arrays}
     # A problem of an uncommitted leaf that follows a parameter may be reported for the parameter.
     followed = [decided.leaves[i].follows for i in arrays]
     settled.difference_update([follows.path for follows in followed if follows is not None])
-    settled |= {decided.leaves[i].path for i in nameless}
+    settled.update(leaf.path for leaf in nameless)
     problems = [problem for problem in decided.problems if problem.path not in settled]
-    for i in arrays:
-        leaf = decided.leaves[i]
-        is_array = is_bare(leaf) or not (leaf.shape or is_in_module(leaf))
-        if not is_array and not decisions[i].specified:
-            problems.append(leaf.problem(*UNSPECIFIED))
+    problems += missing
     name = signature.name
     if problems:
         raise refuse(problems, view, f"{name}: rules of uncommitted arguments: ")
-    replicated = [
-        decided.leaves[i]
-        for i in arrays
-        if i in nameless and not isinstance(arrays[i], Tracer) and is_worth_telling(arrays[i])
-    ]
-    if replicated and view.devices > 1:
-        _warn_replicated(name, replicated, view)
+    if view.devices > 1:
+        _warn_replicated(name, nameless, view)
     bare = [decided.leaves[i] for i in arrays if not is_in_module(decided.leaves[i])]
     _warn_forgotten(name, bare, rules, view)
-    shardings: dict[int, NamedSharding] = {}
-    for i, array in arrays.items():
-        # The compiler chooses the sharding of a traced array without names.
-        is_left = i in nameless and isinstance(array, Tracer)
-        if decisions[i].specified and not is_left:
-            memory_kind = decisions[i].memory_kind
-            shardings[i] = NamedSharding(mesh, decisions[i].spec, memory_kind=memory_kind)
-    return shardings
+    return {
+        i: NamedSharding(mesh, decision.spec, memory_kind=decision.memory_kind)
+        for i, decision in wanted.items()
+    }
 
 
 def _warn_forgotten(name: str, leaves: Sequence[Leaf], rules: Layout, view: MeshView) -> None:
@@ -200,7 +202,8 @@ def warn_unplaced(
         arrays: the arrays at these paths.
         given: a function that returns whether `in_shardings` has an entry for a path.
     """
-    devices = max(map(_devices, arrays), default=1)
+    placed: list[Any] = [x for x in arrays if not is_unplaced(x) and not isinstance(x, Tracer)]
+    devices = max((x.sharding.num_devices for x in placed), default=1)
     if devices == 1:
         return
     unplaced: list[str] = []
@@ -229,16 +232,6 @@ def warn_without_mesh(name: str, arrays: Sequence[AnyArray]) -> None:
         )
 
 
-def _devices(array: AnyArray) -> int:
-    """Return the number of devices of an array's sharding, or 1 if the number is unknown."""
-    # The devices of a traced array are unknown.
-    if not isinstance(array, jax.Array | jax.ShapeDtypeStruct) or isinstance(array, Tracer):
-        return 1
-    if array.sharding is None:
-        return 1
-    return array.sharding.num_devices
-
-
 def check_rules(call: Any, rules: Layout, signature: Signature) -> None:
     """Check that each filter in a function's rules applies to at least one leaf of a call.
 
@@ -261,38 +254,24 @@ def _read_arguments(call: Any, rules: Layout, signature: Signature) -> tuple[Lea
     return leaves, [part._replace(for_arrays=arrays) for part in parts]
 
 
-def _without_names(decided: Decisions) -> tuple[list[Decision], set[int]]:
-    """Replicate arrays without names. Return the decisions, and the indices of these arrays."""
-    decisions, nameless = list(decided.decisions), set[int]()
-    for i, (leaf, decision) in enumerate(zip(decided.leaves, decisions, strict=True)):
-        if not is_in_module(leaf) and not leaf.shape:
-            # Replicating a scalar is cheap.
-            decisions[i] = decision._replace(specified=False)
-            continue
-        has_rules = decision.specified or not is_bare(leaf)
-        has_names = leaf.annotated or leaf.spec is not None or leaf.misfit is not None
-        if has_rules and (has_names or not decision.faults):
-            continue
-        nameless.add(i)
-        decisions[i] = whole(leaf)._replace(specified=True).settle()
-    return decisions, nameless
-
-
 def _warn_replicated(name: str, leaves: Sequence[Leaf], view: MeshView) -> None:
     """Warn about uncommitted arrays that are replicated, since no rule names their axes."""
     arrays: list[str] = []
     for leaf in leaves:
+        if isinstance(leaf.value, Tracer) or not is_worth_telling(leaf.value):
+            continue
         why = "no axis names"
         if leaf.unread is not None:
             why = ": ".join(leaf.unread)
         elif any(leaf.axes):
             why = f'no rules for "{leaf.axes}"'
         arrays.append(f"`{leaf.path}` {array_text(leaf.value)} ({why})")
-    warn(
-        f"{name}: uncommitted arrays are replicated on mesh {view}: {listed(arrays)}: annotate "
-        "them and add `ft.AxisRules` to the rules, place them with `ft.shard`, or pass "
-        "`in_shardings=`"
-    )
+    if arrays:
+        warn(
+            f"{name}: uncommitted arrays are replicated on mesh {view}: {listed(arrays)}: annotate "
+            "them and add `ft.AxisRules` to the rules, place them with `ft.shard`, or pass "
+            "`in_shardings=`"
+        )
 
 
 # The layouts of `in_shardings`
@@ -310,7 +289,7 @@ def planning_mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh | Non
 
 def by_in_shardings(
     call: Record,
-    arrays: Sequence[AnyArray],
+    arrays: Sequence[Any],
     layouts: ParameterLayouts,
     mesh: Mesh | AbstractMesh | None,
 ) -> tuple[Mesh | AbstractMesh | None, Shardings]:
@@ -337,40 +316,27 @@ def by_in_shardings(
         # Tracers, and arrays for an abstract mesh, are on no device yet.
         if wanted is None or isinstance(wanted.mesh, AbstractMesh) or isinstance(array, Tracer):
             continue
+        explicit = AxisType.Explicit in wanted.mesh.axis_types
         if not is_unplaced(array):
+            # On Explicit axes, the mesh is part of an array's type: an equivalent sharding on a
+            # different mesh is a different type.
+            is_typed = not explicit or mesh_of(array) == wanted.mesh
+            is_taken = is_typed and is_sharded_as(array, wanted)
             # A parameter's problem is reported once, not again for its moments.
-            if not _is_taken(array, wanted) and row.follows not in reported:
+            if not is_taken and row.follows not in reported:
                 reported.add(leaf.path)
-                problems.append(layout_problem(leaf, _other_sharding(array, wanted)))
+                # Moving an array takes time, so users must request the move.
+                why = f"is sharded {sharding_text(array.sharding)}, but `in_shardings` specifies "
+                why += f"{sharding_text(wanted)}; `ft.jit` does not move arrays implicitly"
+                move = "move it once: `ft.shard(x, layout, mesh)`"
+                problems.append(layout_problem(leaf, (why, move)))
         elif isinstance(array, jax.ShapeDtypeStruct) or without_devices(wanted.mesh) is not None:
             continue
-        elif AxisType.Explicit in wanted.mesh.axis_types:
+        elif explicit:
             problems.append(layout_problem(leaf, _UNTYPED))
     if problems:
         raise refuse(problems, planned.view, f"{layouts.signature.name}: in_shardings: ")
     return planned.mesh, shardings
-
-
-def _is_taken(array: Any, wanted: NamedSharding) -> bool:
-    """Return whether JAX accepts an array without moving it."""
-    # On Explicit axes, the mesh is part of an array's type: an equivalent sharding on a different
-    # mesh is a different type.
-    if AxisType.Explicit in wanted.mesh.axis_types and mesh_of(array) != wanted.mesh:
-        return False
-    return is_sharded_as(array, wanted)
-
-
-def _other_sharding(array: Any, wanted: NamedSharding) -> Fault:
-    """Return the fault of an array that would have to move.
-
-    Moving an array takes time, so users must request the move.
-    """
-    have, want = sharding_text(array.sharding), sharding_text(wanted)
-    why = (
-        f"is sharded {have}, but `in_shardings` specifies {want}; `ft.jit` does not move arrays "
-        "implicitly"
-    )
-    return why, "move it once: `ft.shard(x, layout, mesh)`"
 
 
 # JAX would move the array, but would not change its type.
