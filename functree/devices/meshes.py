@@ -29,7 +29,9 @@ class MeshView(NamedTuple):
     mesh: Mesh | AbstractMesh | None = None
 
     def __str__(self) -> str:
-        return f"({', '.join(f'{name}={size}' for name, size in self.sizes.items())})"
+        # A plan may treat some mesh axes as having one device.
+        sizes = self.sizes if self.mesh is None else self.mesh.shape
+        return f"({', '.join(f'{name}={size}' for name, size in sizes.items())})"
 
     @property
     def devices(self) -> int:

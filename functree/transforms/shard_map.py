@@ -82,16 +82,6 @@ class MapOptions(NamedTuple):
     shapes: Shapes
 
 
-class PartialView(MeshView):
-    """A mesh on which a plan treats some axes as having one device.
-
-    Messages show the real sizes.
-    """
-
-    def __str__(self) -> str:
-        return str(mesh_view(self.mesh))
-
-
 class ManualMesh(NamedTuple):
     """The mesh of a shard_map.
 
@@ -136,7 +126,7 @@ class ManualMesh(NamedTuple):
         plan = plan_leaves(
             leaves,
             parts,
-            PartialView(sizes, self.mesh),
+            MeshView(sizes, self.mesh),
             check=False,
             same=range(len(leaves.leaves)),
             allow_unspecified=True,

@@ -25,7 +25,6 @@ from functree.labels.annotations.hints import (
 )
 from functree.labels.leaf import Leaf, is_in_module
 from functree.labels.leaves import Leaves, read
-from functree.layout.layout import Layout
 from functree.layout.rules import spec_of_axes
 from functree.placing.ambient import ambient_rules
 from functree.placing.constrain import constrain
@@ -166,32 +165,27 @@ def _check_shardings(name: str, leaves: Leaves) -> None:
         return
     problems: list[Problem] = []
     for leaf, _ in _annotated(leaves.leaves):
-        why = _other_spec(leaf, rules)
-        if why is not None:
+        have = typed_spec(leaf.value)
+        if have is None:
+            continue
+        # Types do not record Auto and Manual axes, so these axes are treated as having one device.
+        mesh = jax.typeof(leaf.value).sharding.mesh
+        types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        hidden = {axis for axis, axis_type in types.items() if axis_type != AxisType.Explicit}
+        wanted = leaf.spec
+        if wanted is None:
+            view = MeshView({**mesh.shape, **dict.fromkeys(hidden, 1)}, mesh)
+            wanted = spec_of_axes(rules, leaf.axes, leaf.shape, view)
+        want = without(of_rank(wanted, len(leaf.shape)), hidden)
+        if have != want:
+            why = (
+                f"its type has the spec {spec_text(have)}, but the rules require {spec_text(want)}"
+            )
             remedy = "apply `ft.constrain`, or pass `constrain=True` to `ft.typed`"
             problems.append(leaf.problem(why, remedy))
     if problems:
-        number = f"{count(len(problems), 'array')} {'is' if len(problems) == 1 else 'are'}"
-        raise ShardingError(f"{name}: {number} not sharded as the ambient rules require", problems)
-
-
-def _other_spec(leaf: Leaf, rules: Layout) -> str | None:
-    """Return why the type of an array contradicts the rules, or None if the type fits them."""
-    have = typed_spec(leaf.value)
-    if have is None:
-        return None
-    # Types do not record Auto and Manual axes, so these axes are treated as having one device.
-    mesh = jax.typeof(leaf.value).sharding.mesh
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    hidden = {axis for axis, axis_type in types.items() if axis_type != AxisType.Explicit}
-    wanted = leaf.spec
-    if wanted is None:
-        sizes = {**mesh.shape, **dict.fromkeys(hidden, 1)}
-        wanted = spec_of_axes(rules, leaf.axes, leaf.shape, MeshView(sizes, mesh))
-    want = without(of_rank(wanted, len(leaf.shape)), hidden)
-    if have == want:
-        return None
-    return f"its type has the spec {spec_text(have)}, but the rules require {spec_text(want)}"
+        number = count(len(problems), "array")
+        raise ShardingError(f"{name}: the ambient rules require other specs of {number}", problems)
 
 
 # The sizes of axes

@@ -331,7 +331,7 @@ def test_parameters_that_there_are_not(option: str):
 
     wrong: Any = 2 if option == "static_argnums" else "modle"
     near = "" if option == "static_argnums" else "; did you mean `model`?"
-    told = f"{option}={wrong!r}: ", "body has no such parameter (its parameters: model, batch", near
+    told = f"{option}={wrong!r}: ", "body has no such parameter (model, batch", near
     with raises(*told, error=FunctreeValueError):
         ft.jit(body, **{option: wrong})
 

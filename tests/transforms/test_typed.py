@@ -114,7 +114,7 @@ def test_types_that_are_not_as_the_rules_say():
         return jax.sharding.reshard(x, P())
 
     told = (
-        "up: 1 array is not sharded as the ambient rules require",
+        "up: the ambient rules require other specs of 1 array",
         "w   f32[6, 8]",
         "has the spec P(None, None), but",
     )

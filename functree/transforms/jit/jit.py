@@ -177,13 +177,10 @@ def jit(
 
 
 # `jax.jit` has these options, so users may try them here.
-_DONATE = ": pass names or positions to `donate=`"
 _DEVICE = (
     ": move the arrays to the device (`jax.device_put`), or use `with jax.default_device(device):`"
 )
 _REFUSED = {
-    "donate_argnums": _DONATE,
-    "donate_argnames": _DONATE,
     "backend": _DEVICE,
     "device": _DEVICE,
     "abstracted_axes": (
@@ -217,10 +214,8 @@ def _named(
         elif POSITION.fits(parameter) and parameter in range(-len(positional), len(positional)):
             names.add(positional[int(parameter)])
         else:
-            near, parameters = did_you_mean(parameter, known), ", ".join(known) or "none"
-            every = "; `donate=...` donates all of them" if option == "donate" else ""
             raise FunctreeValueError(
-                f"jit: {option}={parameter!r}: {signature.name} has no such parameter (its "
-                f"parameters: {parameters}{every}){near}"
+                f"jit: {option}={parameter!r}: {signature.name} has no such parameter "
+                f"({', '.join(known) or 'none'}){did_you_mean(parameter, known)}"
             )
     return frozenset(names)

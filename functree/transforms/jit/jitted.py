@@ -236,6 +236,9 @@ class Jit(Function[_P, _T]):
         if self._layouts is not None:
             mesh, _ = by_in_shardings(flat.call, arrays, self._layouts, mesh)
         check_mesh(name, group.paths, arrays, mesh)
+        # JAX would report a deleted array without its path.
+        if any(map(is_deleted, arrays)):
+            raise refuse_deleted(name, group.paths, arrays)
         surroundings = Surroundings(mesh or of_arguments, self._rules())
         if surroundings.mesh is None and options.rules is not None and not tracing():
             warn_without_mesh(name, arrays)
