@@ -17,7 +17,7 @@ from functree.testing.intermediates import KEPT_ITERATIONS, RAN, Site, Watch, sl
 from functree.testing.operation import Operation, described
 from functree.testing.programs import Program
 from functree.testing.scopes import Place, Records
-from functree.testing.steps import Body, Step
+from functree.testing.steps import Body
 from functree.transforms.jit.jit import jit
 
 # Badness: how bad a value's worst element is.
@@ -167,7 +167,8 @@ class _Reading:
                 continue
             for result, value in enumerate(step.outs):
                 found = place.of(self._records, index, result)
-                known[value] = _badness_by_inputs(step, result, worst)
+                # An unrecorded value may be as bad as its inputs.
+                known[value] = worst if _is_inexact(step.types[result]) else _FINITE
                 if found is not None:
                     known[value] = int(found.max())
                     if known[value] > worst:
@@ -206,11 +207,6 @@ class _Reading:
             # one.
             if last > KEPT_ITERATIONS:
                 yield 0, place.in_iteration(body, index, KEPT_ITERATIONS, f"in iteration {last}")
-
-
-def _badness_by_inputs(step: Step, result: int, worst: int) -> int:
-    """Return the badness that an unrecorded value may have."""
-    return worst if _is_inexact(step.types[result]) else _FINITE
 
 
 def _looked_at(finding: _Finding, badness: Records, program: Program) -> Operation:

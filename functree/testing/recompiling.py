@@ -157,13 +157,14 @@ def _lines(name: Path, state: Tree, result: Tree) -> Iterator[str]:
     # result with the most of the state's paths replaces the state. Among several such parts, the
     # part with the fewest other paths is chosen, since the path of a loss, such as `1`, may occur
     # in the state too. If several parts remain, the outermost part is chosen.
-    paths, new, most = set(arrays_by_path(state)), None, (0, 0)
-    for part in _parts(result):
+    paths = set(arrays_by_path(state))
+
+    def fit(part: Tree) -> tuple[int, int]:
         own = set(arrays_by_path(part))
-        shared = len(paths & own)
-        if shared and (shared, -len(own)) > most:
-            new, most = part, (shared, -len(own))
-    if not most[0]:
+        return len(paths & own), -len(own)
+
+    new = max(_parts(result), key=fit)
+    if not fit(new)[0]:
         yield f"  {name}: no part of the result has the state's paths"
         return
     for difference in _differences(state, new):
