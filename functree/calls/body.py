@@ -3,10 +3,8 @@
 A function of modules ─► a `Body`.
 """
 
-import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
 from jax.tree_util import register_pytree_with_keys
@@ -18,40 +16,26 @@ from functree.tree.arrays import AnyArray, Tree
 from functree.tree.paths import Path
 
 
-@dataclass(frozen=True, eq=False)
-class Labels:
-    """The keys of an argument's arrays. A parameter's name and a key together form an array's path.
-
-    Equal keys share one `Labels` object, since labels compare by identity. JAX compares labels when
-    it compares a new function with earlier functions that have the same number of arguments.
-    """
-
-    keys: tuple[str, ...]
-
-
-_labels = functools.lru_cache(maxsize=1024)(Labels)
-
-
 class Arrays:
     """The arrays of an argument and their keys, as a node that JAX flattens in one Python call.
 
-    In trees that JAX builds from these nodes, other values, such as shardings, may replace the
-    arrays.
+    A parameter's name and a key together form an array's path. In trees that JAX builds from these
+    nodes, other values, such as shardings, may replace the arrays.
     """
 
-    __slots__ = ("labels", "values")
+    __slots__ = ("keys", "values")
 
-    def __init__(self, values: Sequence[Tree], labels: Labels):
+    def __init__(self, values: Sequence[Tree], keys: tuple[str, ...]):
         self.values: Sequence[Tree] = values
-        self.labels: Labels = labels
+        self.keys: tuple[str, ...] = keys
 
 
 register_pytree_with_keys(
     Arrays,
-    lambda node: (tuple(zip(node.labels.keys, node.values, strict=True)), node.labels),
-    lambda labels, values: Arrays(tuple(values), labels),
+    lambda node: (tuple(zip(node.keys, node.values, strict=True)), node.keys),
+    lambda keys, values: Arrays(tuple(values), keys),
     # JAX flattens with this function when it needs no paths, as in each call.
-    lambda node: (tuple(node.values), node.labels),
+    lambda node: (tuple(node.values), node.keys),
 )
 
 
@@ -91,7 +75,7 @@ class Arguments:
         self.kept: tuple[int, ...] = tuple(i for i in indices if i not in given)
         self.names: list[str] = []
         self.donated_arguments: list[int] = []
-        self._parts: list[tuple[slice, Labels]] = []
+        self._parts: list[tuple[slice, tuple[str, ...]]] = []
         for (name, is_donated), run in groupby(indices, lambda i: (paths[i][0], i in given)):
             # JAX names arguments after the body's parameters, whose names must be distinct.
             while name in self.names:
@@ -100,13 +84,13 @@ class Arguments:
                 self.donated_arguments.append(len(self.names))
             self.names.append(name)
             members = list(run)
-            labels = _labels(tuple(str(paths[i]).removeprefix(paths[i][0]) for i in members))
-            self._parts.append((slice(members[0], members[-1] + 1), labels))
+            keys = tuple(str(paths[i]).removeprefix(paths[i][0]) for i in members)
+            self._parts.append((slice(members[0], members[-1] + 1), keys))
 
     def split(self, values: Sequence[Tree]) -> tuple[Arrays, ...]:
         """Group values, one for each array, into the arguments."""
         # This runs in every call, and a list is faster than a generator.
-        return tuple([Arrays(values[part], labels) for part, labels in self._parts])
+        return tuple([Arrays(values[part], keys) for part, keys in self._parts])
 
     def join(self, arguments: Iterable[Arrays]) -> list[Tree]:
         """Return the values of the arguments in the order of the call's arrays."""
