@@ -3,11 +3,10 @@
 Layers of equal structure ─► one module with stacked arrays.
 """
 
-import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Generic, Literal, NamedTuple, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Generic, TypeVar, overload
 
 import equinox as eqx
 import jax
@@ -15,25 +14,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, PRNGKeyArray
 
 from functree.argument_checks import FLAG, FUNCTION, KEY, POSITIONS, SIZE, Takes, check
-from functree.errors import (
-    AxesError,
-    FunctreeTypeError,
-    FunctreeValueError,
-    Problem,
-    count,
-    did_you_mean,
-)
+from functree.errors import AxesError, FunctreeValueError, Problem, count
 from functree.labels.leaf import array_problem
 from functree.layout.plan.notebook import ShownByPlan
 from functree.transforms.compiled_once import compiled_once
-from functree.transforms.pipeline import (
-    check_pipeline,
-    pipeline,
-    scannable,
-    stages_of,
-)
+from functree.transforms.pipeline import check_pipeline, pipeline, scannable, stages_of
 from functree.transforms.remat import Offload, Policy, Remat, check_names, remat_policy
-from functree.tree.arrays import AnyArray, Tree, is_key
+from functree.tree.arrays import Tree, is_key
 from functree.tree.axes import is_axis_name
 from functree.tree.interfaces import Stack, StateMapping
 from functree.tree.paths import Path
@@ -42,18 +29,6 @@ from functree.tree.skeleton.skeleton import Skeleton
 T = TypeVar("T")
 X = TypeVar("X")
 S = TypeVar("S")
-Each = Mapping[str, Tree] | None
-"""Keyword arguments of layers. Their arrays have a leading dimension, with one slice per layer."""
-
-
-class ScanOptions(TypedDict, total=False):
-    """The options of `Stacked.scan` that do not change the type of its result."""
-
-    each: Each
-    remat: Remat
-    unroll: int | bool
-    microbatches: int | None
-    divided: Sequence[int]
 
 
 class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
@@ -130,47 +105,11 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
         """
         return self.scan(x, *args, state=state)
 
-    @overload
-    def scan(
-        self,
-        x: X,
-        *args: Tree,
-        collect: Literal[False] = False,
-        state: None = None,
-        **options: Unpack[ScanOptions],
-    ) -> X: ...
-    @overload
-    def scan(
-        self,
-        x: X,
-        *args: Tree,
-        collect: Literal[False] = False,
-        state: S,
-        **options: Unpack[ScanOptions],
-    ) -> tuple[X, S]: ...
-    @overload
-    def scan(
-        self,
-        x: X,
-        *args: Tree,
-        collect: Literal[True],
-        state: None = None,
-        **options: Unpack[ScanOptions],
-    ) -> tuple[X, Tree]: ...
-    @overload
-    def scan(
-        self,
-        x: X,
-        *args: Tree,
-        collect: Literal[True],
-        state: S,
-        **options: Unpack[ScanOptions],
-    ) -> tuple[X, Tree, S]: ...
     def scan(
         self,
         x: Tree,
         *args: Tree,
-        each: Each = None,
+        each: Mapping[str, Tree] | None = None,
         collect: bool = False,
         remat: Remat = None,
         unroll: int | bool = 1,
@@ -211,7 +150,7 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
         Raises:
             FunctreeError: if a layer changes the shape or dtype of `x`.
             FunctreeError: if a layer does not return the tuple that `collect` or `state=` requires.
-            FunctreeError: if a layer does not have a parameter that `each` names.
+            TypeError: if a layer does not have a parameter that `each` names.
             FunctreeError: if the leading size of an array in `each` is not the number of layers;
                 the message gives the array's path.
             FunctreeError: if `remat` is invalid.
@@ -249,22 +188,22 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
         remat_policy(remat)  # raises an error if `remat` is invalid
         layers_at_once = unroll if FLAG.fits(unroll) else int(unroll)
         positions = _divided_arguments(divided, args)
-        options = _Options(bool(collect), remat, layers_at_once, microbatches, positions)
-        return _scanned(self, x, args, dict(each or {}), state, options)
+        return _scanned(
+            self,
+            x,
+            args,
+            dict(each or {}),
+            state,
+            collect=bool(collect),
+            remat=remat,
+            unroll=layers_at_once,
+            microbatches=microbatches,
+            divided=positions,
+        )
 
 
 _Step = Callable[[tuple[Tree, Tree], tuple[Tree, Tree]], tuple[Tree, Tree]]
 """One layer, as the body of a `jax.lax.scan`."""
-
-
-class _Options(NamedTuple):
-    """The options of a scan, as in `Stacked.scan`."""
-
-    collect: bool
-    remat: Remat
-    unroll: int | bool
-    microbatches: int | None
-    divided: tuple[int, ...]
 
 
 @compiled_once
@@ -274,16 +213,20 @@ def _scanned(
     args: tuple[Tree, ...],
     each: dict[str, Tree],
     state: Tree,
-    options: _Options,
+    *,
+    collect: bool,
+    remat: Remat,
+    unroll: int | bool,
+    microbatches: int | None,
+    divided: tuple[int, ...],
 ) -> Tree:
-    """Apply the layers of a stack to `x` in order."""
-    collect, remat, unroll, microbatches, divided = options
+    """Apply the layers of a stack to `x` in order, with options as in `Stacked.scan`."""
     shared: dict[Path, jax.Array] = {}
     per_layer: dict[Path, jax.Array] = {}
     if state is not None:
         shared, per_layer = state.of_layers(stacked.layer)
     depth = _depth(stacked, per_layer)
-    check_each(stacked.layer, each, depth)
+    _check_each(each, depth)
     skeleton, arrays = Skeleton.apart((stacked.layer, each))
     policy = remat_policy(remat)
 
@@ -305,6 +248,9 @@ def _scanned(
     if isinstance(policy, Offload):
         check_names(policy, type(stacked.layer).__name__, partial(run, step=step), x, arrays)
     if stages and microbatches is not None:
+        # Random keys in `each` are split for the micro-batches, unlike keys in the layers.
+        first = len(Skeleton.apart(stacked.layer)[1])
+        keys = frozenset(i for i, x in enumerate(arrays) if i >= first and is_key(x.dtype))
         return pipeline(
             lambda x, arrays, args: run(x, arrays, step_with(args))[0][0],
             x,
@@ -312,7 +258,7 @@ def _scanned(
             args,
             stages=stages,
             microbatches=microbatches,
-            keys=_own_keys(stacked.layer, arrays),
+            keys=keys,
             divided=divided,
         )
     (x, shared), (outs, per_layer) = run(x, arrays, step)
@@ -331,12 +277,6 @@ def _saving(step: _Step, policy: Policy, depth: int, unroll: int | bool) -> _Ste
     # barriers. Loops do not need the barriers, since XLA does not merge two loops.
     unrolled = unroll is True or unroll >= depth
     return jax.checkpoint(step, policy=policy, prevent_cse=unrolled)
-
-
-def _own_keys(layer: Tree, arrays: Sequence[AnyArray]) -> frozenset[int]:
-    """Return the indices of the arrays that are random keys in `each`, not in the layers."""
-    first = len(Skeleton.apart(layer)[1])
-    return frozenset(i for i, x in enumerate(arrays) if i >= first and is_key(x.dtype))
 
 
 def _step(skeleton: Skeleton, args: Sequence[Tree], state: Tree, collect: bool) -> _Step:
@@ -374,21 +314,19 @@ def _step(skeleton: Skeleton, args: Sequence[Tree], state: Tree, collect: bool) 
 
 def _check_result(layer: Tree, result: Tree, collect: bool, state: Tree) -> None:
     """Raise FunctreeError if a layer does not return the tuple that the options require."""
-    wanted, options = ["y"], list[str]()
+    wanted = ["y"]
     if collect:
         wanted.append("out")
-        options.append("`collect=True`")
     if state is not None:
         wanted.append("state")
-        options.append("`state=`")
     fits = isinstance(result, tuple) and len(result) == len(wanted)
     # Without this check, a layer that returns `(x, out)` would fail later, when the state is read.
     if fits and state is not None:
         fits = isinstance(result[-1], StateMapping)
     if not fits:
         raise FunctreeValueError(
-            f"Stacked.scan: {type(layer).__name__} must return `({', '.join(wanted)})` if the scan "
-            f"is called with {' and '.join(options)}"
+            f"Stacked.scan: with these options, {type(layer).__name__} must return "
+            f"`({', '.join(wanted)})`"
         )
 
 
@@ -400,50 +338,32 @@ UNROLL = Takes(
 STATE = Takes("an `ft.State`", lambda value: isinstance(value, StateMapping)).or_none()
 
 
-def _are_keywords(value: object) -> bool:
-    if not isinstance(value, Mapping):
-        return False
-    return all(isinstance(name, str) and name.isidentifier() and name != "state" for name in value)
-
-
 EACH = Takes(
     'a dict of keyword arguments for the layers, such as `{"key": keys}`, without `state`',
-    _are_keywords,
+    lambda value: isinstance(value, Mapping) and "state" not in value,
 ).or_none()
 
 
-def check_each(layer: Tree, each: Mapping[str, Tree], depth: int) -> None:
-    """Raise FunctreeError if `each` does not fit the layers.
-
-    A layer must have each parameter named in `each`, and each array must have one slice per layer.
-    """
-    if not each:
-        return
-    parameters = inspect.signature(layer).parameters
-    # A layer with `**kwargs` may pass them on to other functions.
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        for name in each:
-            if name not in parameters:
-                near, of_layer = did_you_mean(name, parameters), type(layer).__name__
-                raise FunctreeTypeError(
-                    f"Stacked.scan: each={{{name!r}: ...}}: {of_layer} has no parameter "
-                    f"`{name}`{near}"
-                )
+def _check_each(each: Mapping[str, Tree], depth: int) -> None:
+    """Raise FunctreeError for arrays in `each` that do not have one slice for each layer."""
     problems: list[Problem] = []
-    for path, leaf in _arrays_with_path(dict(each)):
+    for path, leaf in _arrays_with_path(each):
         if leaf.shape[:1] == (depth,):
             continue
         remedy = "if all layers share the value, pass it by position: `scan(x, shared)`"
         # One key for all layers is a likely mistake.
         if is_key(leaf.dtype) and not leaf.shape:
             remedy = f"split the key: `jax.random.split(key, {depth})`"
-        why = f"has leading size {leaf.shape[0]}" if leaf.shape else "has no leading dimension"
-        why += f", but the stack has {count(depth, 'layer')}"
+        why = f"{_leading(leaf)}, but the stack has {count(depth, 'layer')}"
         problems.append(array_problem(Path(("each", *path)), leaf, why, remedy))
     if problems:
         raise FunctreeValueError(
             "Stacked.scan: arrays in `each` need one slice for each layer", problems
         )
+
+
+def _leading(leaf: Any) -> str:
+    return f"has leading size {leaf.shape[0]}" if leaf.shape else "has no leading dimension"
 
 
 def _divided_arguments(divided: int | Sequence[int], args: Sequence[Tree]) -> tuple[int, ...]:
@@ -475,7 +395,10 @@ def _check_same_type(layer: Tree, x: Tree, y: Tree) -> None:
 
     The error of `lax.scan` would describe the scan's carry instead.
     """
-    given, returned = _types(x), _types(y)
+    # JAX marks a weak type with a tilde. Here, weak and strong types are not distinguished.
+    given, returned = (
+        jax.tree.map(lambda leaf: str(jax.typeof(leaf)).removeprefix("~"), tree) for tree in (x, y)
+    )
     if given != returned:
         raise FunctreeValueError(
             f"Stacked.scan: {type(layer).__name__} takes {given} but returns {returned}. The "
@@ -483,21 +406,6 @@ def _check_same_type(layer: Tree, x: Tree, y: Tree) -> None:
             "same: convert `x` before the stack, convert the result in the layer, or write "
             "`for layer in stacked: x = layer(x)`"
         )
-
-
-def _types(x: Tree) -> str:
-    """Return the types of the leaves as JAX writes them, including Explicit shardings.
-
-    Weak and strong types are not distinguished.
-    """
-    # JAX marks a weak type with a tilde.
-    return str(jax.tree.map(lambda leaf: _Text(str(jax.typeof(leaf)).removeprefix("~")), x))
-
-
-class _Text(str):
-    """A string that is printed without quotes, even inside a tree."""
-
-    __repr__ = str.__str__
 
 
 def stack(
@@ -525,22 +433,7 @@ def stack(
         (3, 4)
     """
     check("stack: invalid arguments", make=(make, FUNCTION), n=(n, SIZE), key=(key, KEY))
-    return Stacked(_each(make, jax.random.split(key, n)), axis)
-
-
-def _each(make: Callable[[PRNGKeyArray], T], keys: PRNGKeyArray) -> T:
-    """Create a layer from each key, and stack the layers' arrays in one layer."""
-    skeletons: list[Skeleton] = []
-
-    # `eqx.filter_vmap` would build the layer's nodes with True and None in place of arrays, which
-    # some classes refuse.
-    def arrays_of(key: PRNGKeyArray) -> list[AnyArray]:
-        skeleton, arrays = Skeleton.apart(make(key))
-        skeletons.append(skeleton)
-        return arrays
-
-    arrays = jax.vmap(arrays_of)(keys)
-    return skeletons[0].fill(arrays)
+    return Stacked(eqx.filter_vmap(make)(jax.random.split(key, n)), axis)
 
 
 def _depth(stacked: Stacked[T], state: Mapping[Path, jax.Array] | None = None) -> int:
@@ -562,8 +455,7 @@ def _depth(stacked: Stacked[T], state: Mapping[Path, jax.Array] | None = None) -
         remedy = "build the layers with `ft.stack`, or with `eqx.filter_vmap`"
         problems: list[Problem] = []
         for path, leaf in leaves:
-            why = f"has leading size {leaf.shape[0]}" if leaf.shape else "has no dimensions"
-            problems.append(array_problem(path, leaf, why, remedy))
+            problems.append(array_problem(path, leaf, _leading(leaf), remedy))
         raise FunctreeValueError(
             f'Stacked: all arrays need the same leading size, the size of "{stacked.axis}"',
             problems,
@@ -593,12 +485,7 @@ def _checked_index(index: Any, depth: int) -> int | jax.Array:
     is_scalar = isinstance(index, jax.Array) and index.ndim == 0
     if is_scalar and jnp.issubdtype(index.dtype, jnp.integer):
         return index
-    try:
-        number = operator.index(index)
-    except TypeError:
-        raise FunctreeTypeError(
-            f"Stacked: invalid index {index!r}: use an integer, a scalar integer array or a slice"
-        ) from None
+    number = operator.index(index)
     if not -depth <= number < depth:
         raise FunctreeValueError(
             f"Stacked: index {number} is out of range for {count(depth, 'layer')}: use an index "

@@ -429,6 +429,7 @@ COMPUTED_WITH = {
 # XLA's options have names that only XLA knows. Without a function, `ft.grad` is a decorator.
 NOT_OURS = {
     ("jit", "compiler_options", "a dict"),
+    ("Stacked.scan", "each", "a dict"),  # Python's error: the layer has no parameter `a`
     ("grad", "fn", "None"),
     ("value_and_grad", "fn", "None"),
 }

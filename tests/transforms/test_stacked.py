@@ -303,8 +303,6 @@ def test_offload_is_a_value() -> None:
     assert offload("a", "b") == offload("a", "b") and hash(offload("a")) == hash(offload("a"))
     others = offload("b"), offload("a", others="dots"), offload("a", others=None)
     assert len({offload("a"), *others}) == 4
-    assert repr(offload("a", "b", others="dots")) == "offload('a', 'b', others='dots')"
-    assert eval(repr(offload("a"))) == offload("a")
     assert remat_policy(offload("a")) == offload("a")
 
 
@@ -465,13 +463,6 @@ def returning(result: Callable[[Any], Any]) -> Stacked[Returns]:
     return Stacked(Returns(jnp.ones(DEPTH), result))
 
 
-class Named(eqx.Module):
-    weight: Array
-
-    def __call__(self, x: Array, *, key: Any) -> Array:
-        return x * self.weight
-
-
 SAME = returning(lambda x: x)
 # A call, and how its error begins.
 ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
@@ -490,17 +481,9 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: SAME[-6],
         "Stacked: index -6 is out of range for 5 layers: use an index from -5 ",
     ),
-    "index of a wrong type": (
-        lambda: SAME["first"],
-        "Stacked: invalid index 'first': use an integer, a scalar integer array or a slice",
-    ),
-    "nothing to offload": (
-        offload,
-        "offload needs at least one name: pass the names of values, as in",
-    ),
     "no names in a layer": (
         lambda: SAME.scan(X, remat=offload("wide")),
-        'offload: 1 name matches no value in Returns\n\n  "wide"\n'
+        'offload: cannot find 1 name in Returns\n\n  "wide"\n'
         "      no value has this name\n\nTry: name a value: `x = jax.ad_checkpoint.checkpoint_name(x",
     ),
     "another shape": (
@@ -520,22 +503,17 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
         "      has leading size 4, but the stack has 5 layers\n\n"
         "Try: if all layers share the value, pass it by position: `scan(x, shared)`",
     ),
-    "no such parameter": (
-        lambda: Stacked(Named(jnp.ones(DEPTH))).scan(X, each={"kee": KEYS}),
-        "Stacked.scan: each={'kee': ...}: Named has no parameter `kee`; did you mean `key`?",
-    ),
     "the state": (
         lambda: SAME.scan(X, each={"state": KEYS}),
         "Stacked.scan: invalid arguments\n\n  each={'state': ",
     ),
     "no pair": (
         lambda: SAME.scan(X, collect=True),
-        "Stacked.scan: Returns must return `(y, out)` if the scan is called with `collect=True`",
+        "Stacked.scan: with these options, Returns must return `(y, out)`",
     ),
     "no state": (
         lambda: returning(lambda x: (x, x)).scan(X, collect=True, state=ft.State((), {})),
-        "Stacked.scan: Returns must return `(y, out, state)` if the scan is called with "
-        "`collect=True` and `state=`",
+        "Stacked.scan: with these options, Returns must return `(y, out, state)`",
     ),
 }
 
@@ -543,8 +521,6 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
 # What is not of the class FunctreeValueError.
 CLASSES: dict[str, type[Exception]] = {
     "the axis is no identifier": AxesError,
-    "index of a wrong type": FunctreeTypeError,
-    "no such parameter": FunctreeTypeError,
     "the state": FunctreeTypeError,
 }
 
