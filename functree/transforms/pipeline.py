@@ -110,25 +110,12 @@ def check_pipeline(
             "`TransformerConfig(microbatches=)`), or leave the axis unsharded "
             f'("{axis}": None)'
         )
-    problems: list[Problem] = []
-    remedy = f'leave the axis "{axis}" unsharded, or remove'
-    if collect:
-        why = (
-            "the layers' other results, such as new keys and values for a cache or the losses of "
-            "experts, would each cover only one micro-batch"
-        )
-        problems.append(Problem(None, None, "collect=True", why, f"{remedy} `collect=True`"))
-    if state is not None:
-        why = "each micro-batch would change the state for the next micro-batch"
-        problems.append(Problem(None, None, "state=", why, f"{remedy} `state=`"))
-    if problems:
+    if collect or state is not None:
         raise FunctreeValueError(
-            "Stacked.scan: with `microbatches=`, layers can return only `x`", problems
+            "Stacked.scan: with `microbatches=`, layers can return only `x`, since state, a cache "
+            "and losses would each cover only one micro-batch: leave the axis "
+            f'"{axis}" unsharded, or remove `collect=True` and `state=`'
         )
-
-
-Layers = Callable[[Tree, Sequence[Array], Sequence[Tree]], Tree]
-"""A function that runs layers on `x`, given the layers' arrays and shared arguments."""
 
 
 class _Plan(NamedTuple):
@@ -166,7 +153,7 @@ class _Plan(NamedTuple):
 
 
 def pipeline(
-    layers: Layers,
+    layers: Callable[[Tree, Sequence[Array], Sequence[Tree]], Tree],
     x: Tree,
     arrays: Sequence[AnyArray],
     args: tuple[Tree, ...],
@@ -179,7 +166,7 @@ def pipeline(
     """Run all layers on `x`, micro-batch by micro-batch and stage by stage.
 
     Args:
-        layers: a function that runs some layers.
+        layers: a function that runs some layers on `x`, given their arrays and shared arguments.
         x: a tree of arrays whose first dimension is the batch.
         arrays: the arrays of all layers, and of the arguments with one value for each layer.
         args: the arguments that all layers share.
@@ -240,10 +227,8 @@ def _divided(args: tuple[Tree, ...], divided: Sequence[int], batch: int) -> froz
             is_divided.append(i in divided)
             if i in divided and leaf.shape[:1] != (batch,):
                 path = Path(("args", i, *Path.of(keys)))
-                why = "is in `divided`, but its first dimension does not have "
-                why += f"the batch size {batch}"
-                remedy = "make the batch the first dimension of this array, "
-                remedy += f"or remove {i} from `divided`"
+                why = f"is in `divided`, but its first dimension is not the batch of {batch}"
+                remedy = f"make the batch its first dimension, or remove {i} from `divided`"
                 problems.append(array_problem(path, leaf, why, remedy))
     if problems:
         raise FunctreeValueError(
@@ -351,20 +336,15 @@ def _check_sizes(plan: _Plan, depth: int, batch: int) -> None:
         FunctreeError: if the batch cannot be divided evenly.
     """
     stages, shards = devices_along(plan.stages), devices_along(plan.batch)
-    problems: list[Problem] = []
     if depth % stages:
-        why = f"cannot be divided into {count(stages, 'stage')} over {axes_text(plan.stages)}"
-        remedy = f"use a number of layers that is a multiple of {stages}"
-        problems.append(Problem(None, None, count(depth, "layer"), why, remedy))
+        raise FunctreeValueError(
+            f"Stacked.scan: {count(depth, 'layer')} cannot be divided into "
+            f"{count(stages, 'stage')} over {axes_text(plan.stages)}: use a number of layers that "
+            f"is a multiple of {stages}"
+        )
     if batch % (plan.microbatches * shards):
-        why = f"a batch of {batch}"
-        if shards > 1:
-            why += f", sharded over {shards} devices,"
-        plural = "" if plan.microbatches == 1 else "es"
-        why += f" cannot be divided into {plan.microbatches} equal micro-batch{plural}"
-        remedy = f"use a batch whose size is a multiple of {plan.microbatches * shards}"
-        if batch % shards == 0:
-            remedy += f", or set `microbatches` to a divisor of {batch // shards}"
-        problems.append(Problem(None, None, f"microbatches={plan.microbatches}", why, remedy))
-    if problems:
-        raise FunctreeValueError("Stacked.scan: the stack cannot run as a pipeline", problems)
+        raise FunctreeValueError(
+            f"Stacked.scan: microbatches={plan.microbatches}: a batch of {batch} cannot be divided "
+            f"equally on each of {count(shards, 'device')}: use a batch whose size is a multiple "
+            f"of {plan.microbatches * shards}"
+        )

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.extend.core import Primitive
 
-from functree.argument_checks import Takes, parameter_error
+from functree.argument_checks import TEXTS, Takes, check, parameter_error
 from functree.errors import FunctreeValueError, Problem, count, did_you_mean
 from functree.tree.arrays import Tree
 from functree.tree.jaxprs import AnyJaxpr, all_equations
@@ -61,12 +61,6 @@ class Offload:
         # `others=None` keeps all other values.
         return policy is None or policy(prim, *args, **params)
 
-    def __repr__(self) -> str:
-        arguments = list(map(repr, self.names))
-        if self.others != "full":
-            arguments.append(f"others={self.others!r}")
-        return f"offload({', '.join(arguments)})"
-
 
 def _to_host(names: tuple[str, ...]) -> Policy:
     return jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -94,9 +88,7 @@ def offload(*names: str, others: Remat = "full") -> Policy:
         A policy that is compared by value.
 
     Raises:
-        FunctreeError: if there are no names.
-        FunctreeError: if a name is not an identifier.
-        FunctreeError: if `others` is invalid.
+        FunctreeError: if a name is not a string, or `others` is invalid.
 
     Examples:
         >>> layers = ft.stack(
@@ -109,7 +101,7 @@ def offload(*names: str, others: Remat = "full") -> Policy:
         >>> layers.scan(jnp.ones((5, 4)), remat=ft.offload("mlp_gates"))
         Traceback (most recent call last):
             ...
-        functree.errors.FunctreeValueError: offload: 1 name matches no value in MLP
+        functree.errors.FunctreeValueError: offload: cannot find 1 name in MLP
         <BLANKLINE>
           "mlp_gates"
               no value has this name; did you mean `mlp_gate`?
@@ -117,16 +109,7 @@ def offload(*names: str, others: Remat = "full") -> Policy:
         Try: use one of `mlp_gate`, `mlp_up`
         ...
     """
-    if not names:
-        raise FunctreeValueError(
-            'offload needs at least one name: pass the names of values, as in `offload("hidden")`'
-        )
-    for name in names:
-        if not (isinstance(name, str) and name.isidentifier()):
-            raise parameter_error(
-                f'offload({name!r}): the name of a value must be an identifier, such as "hidden"',
-                right_type=isinstance(name, str),
-            )
+    check("offload: invalid arguments", names=(names, TEXTS))
     remat_policy(others)  # raises an error here, before any layer runs
     if isinstance(others, Offload):
         names, others = (*names, *others.names), others.others
@@ -157,10 +140,8 @@ def check_names(policy: Offload, layer: str, run: Callable[..., Tree], *operands
             why = f"no value has this name{did_you_mean(name, known)}"
             problems.append(Problem(None, None, f'"{name}"', why, remedy))
     if problems:
-        verb = "matches" if len(problems) == 1 else "match"
-        raise FunctreeValueError(
-            f"offload: {count(len(problems), 'name')} {verb} no value in {layer}", problems
-        )
+        names = count(len(problems), "name")
+        raise FunctreeValueError(f"offload: cannot find {names} in {layer}", problems)
 
 
 def _names(program: AnyJaxpr) -> set[str]:
