@@ -82,5 +82,5 @@ def test_a_pattern_for_one_of_several_arguments() -> None:
 
     gradient = ft.grad(both, ft.glob("up") | ft.glob("key"), (0, 1))
     jax.eval_shape(gradient, M, Other(jnp.ones(4)))
-    with raises("glob('kye') matches no leaf of arguments 0, 1; did you mean `key`?"):
+    with raises("glob('kye') matches no leaf of argument 0, 1; did you mean `key`?"):
         jax.eval_shape(ft.grad(both, ft.glob("up") | "key" | "kye", (0, 1)), M, Other(jnp.ones(4)))

@@ -21,8 +21,8 @@ from functree.argument_checks import FUNCTION, TEXT, TEXTS, Flag, Size, Takes, c
 from functree.calls.signature import RESULT
 from functree.calls.static_arguments import check_wrapped
 from functree.devices.constraint import with_constraint
-from functree.devices.meshes import compiling, mesh_view
-from functree.devices.specs import entry, mesh_axes, named_axes, of_rank, spec_text, without
+from functree.devices.meshes import mesh_view
+from functree.devices.specs import entry, mesh_axes, named_axes, of_rank, without
 from functree.devices.varying import varying_axes, varying_over
 from functree.errors import FunctreeTypeError, Problem, ShardingError, did_you_mean
 from functree.labels.leaf import array_problem
@@ -32,9 +32,9 @@ from functree.layout.plan.make_plan import read_for
 from functree.placing.ambient import ambient_rules
 from functree.placing.constrain import find_mesh, local_view
 from functree.transforms.accumulate.call import Call, GradientFunction, Role, below, refuse
+from functree.transforms.compiled_once import compiled_once
 from functree.transforms.grad.parameters import BACKWARD, laid_out_as
-from functree.transforms.jit.jit import jit
-from functree.tree.arrays import Tree, array_text
+from functree.tree.arrays import Tree
 from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
 
@@ -42,14 +42,8 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-def _is_names(value: object) -> bool:
-    """Return whether a value is a name, or several names."""
-    return TEXT.fits(value) or TEXTS.fits(value)
-
-
 _Names = str | Iterable[str]
-_NAMES = Takes("the name of a parameter, or a tuple of names", _is_names)
-_MESH_AXES = Takes("the name of a mesh axis, or a tuple of names", _is_names)
+_NAMES = Takes("a name, or a tuple of names", lambda value: TEXT.fits(value) or TEXTS.fits(value))
 
 
 @checked("accumulate: invalid arguments")
@@ -61,7 +55,7 @@ def accumulate(
     keys: Annotated[_Names, _NAMES] = (),
     carry: Annotated[_Names, _NAMES] = (),
     weighted: Flag = False,
-    over: Annotated[_Names, _MESH_AXES] | None = None,
+    over: Annotated[_Names, _NAMES] | None = None,
 ) -> Callable[_P, _T]:
     """Run a gradient function over a batch in micro-batches, and average the results.
 
@@ -75,6 +69,7 @@ def accumulate(
     Args:
         fn: a gradient function: `ft.value_and_grad(loss)` or `ft.grad(loss)`. It is traced once. If
             `fn` comes from another library, its first parameter is assumed to be differentiated.
+            The name of a `**kwargs` parameter stands for all arguments in it.
         steps: the number of micro-batches.
         batch: the names of the parameters to divide. The batch is the leading dimension of each of
             their arrays. The default is every parameter that is neither differentiated
@@ -111,7 +106,6 @@ def accumulate(
             micro-batches of all shards.
         FunctreeError: (when called) if no array is divided into micro-batches.
         FunctreeError: (when called) if an array is deleted.
-        FunctreeError: (when called) if a name in the function's `**kwargs` is not passed.
         FunctreeError: (when called) if a value in `keys` is not a random key.
         FunctreeError: (when called) if `fn` does not return the weight or carried values as aux.
         FunctreeError: (when called) if a carried value changes its type between micro-batches.
@@ -174,15 +168,7 @@ def accumulate(
     def in_micro_batches(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         return averaged(Call.of(function, args, kwargs), number, axes)
 
-    # Eager calls share this compiled function.
-    compiled = functools.cache(lambda: jit(in_micro_batches))
-
-    @functools.wraps(fn)
-    def accumulated(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        run = in_micro_batches if compiling() else compiled()
-        return run(*args, **kwargs)
-
-    return accumulated
+    return compiled_once(in_micro_batches)
 
 
 def _names(given: _Names) -> tuple[str, ...]:
@@ -332,7 +318,7 @@ def _traced(call: Call, operands: Sequence[Any], steps: int) -> MicroBatch:
     run, types = jaxpr_as_fun(traced), traced.out_avals
     # The aux contains the weight first, then the carried arrays.
     aux, weight = list[int](), None
-    if function.own_aux:
+    if function.uses_aux:
         aux = below([function.gradient.aux_place], skeleton.paths)
     if function.weighted:
         weight = aux.pop(0)
@@ -353,8 +339,8 @@ def _parameters(call: Call, result: Skeleton) -> dict[int, int]:
     """Map each gradient's index in a result to its parameter's index in the call."""
     gradient, indices = call.function.gradient, dict[int, int]()
     parameters = {path: i for i, path in enumerate(call.leaves.paths)}
-    for number, argument in zip(gradient.argnums, call.function.differentiated, strict=True):
-        place = gradient.place_of(number)
+    for index, argument in enumerate(call.function.differentiated):
+        place = gradient.place_of(index)
         for k in below([place], result.paths):
             indices[k] = parameters[Path((*argument, *result.paths[k][len(place) :]))]
     return indices
@@ -374,34 +360,20 @@ def _check_carried(call: Call, operands: Sequence[Any], micro_batch: MicroBatch)
     """Raise FunctreeError for carried arrays that change their type."""
     problems: list[Problem] = []
     for result, operand in micro_batch.carried.items():
-        before, after = jax.typeof(operands[operand]), micro_batch.types[result]
-        was, becomes = _type_text(before), _type_text(after)
-        if was == becomes:
-            continue
-        remedy = "return it with its old shape and dtype, for example with `.astype(old.dtype)`"
-        along = entry(sorted(varying_axes(after) - varying_axes(before)))
-        if along is not None:
-            remedy = f"average it over the shards in the function (`jax.lax.pmean(x, {along!r})`), "
-            remedy += "or pass a value that already varies "
-            remedy += f'(`jax.lax.pcast(x, {along!r}, to="varying")`)'
-        why = f"is {was} in the first micro-batch, but {becomes} in the next"
-        problems.append(call.leaves.leaves[operand].problem(why, remedy))
+        before, after = (
+            str(kind).removeprefix("~")  # JAX marks a weak type with a tilde
+            for kind in (jax.typeof(operands[operand]), micro_batch.types[result])
+        )
+        if before != after:
+            why = f"is {before} in the first micro-batch, but {after} in the next"
+            problems.append(call.leaves.leaves[operand].problem(why, _SAME_TYPE))
     refuse(problems, "array", "in `carry` would change type between micro-batches")
 
 
-def _type_text(array: ArrayType) -> str:
-    """Format the parts of an array's type that a loop must keep.
-
-    These are the dtype, the shape, the sharding on Explicit axes, and the mesh axes along which the
-    array varies inside a shard_map.
-    """
-    text = array_text(array)
-    if AxisType.Explicit in array.sharding.mesh.axis_types:
-        text += f" {spec_text(array.sharding.spec)}"
-    varying = varying_axes(array)
-    if varying:
-        text += f" varying over {', '.join(sorted(varying))}"
-    return text
+_SAME_TYPE = (
+    "return it with its old shape and dtype, for example with `.astype(old.dtype)`, and average it "
+    "over the shards if it differs between them (`jax.lax.pmean`)"
+)
 
 
 def _zeros(kind: ArrayType) -> jax.Array:
@@ -459,11 +431,10 @@ class Shards:
         if AxisType.Auto in mesh.axis_types:
             rules = ambient_rules()
             layouts = tuple(rules if layout is None else layout for layout in layouts)
-        for argument, layout in zip(function.differentiated, layouts, strict=True):
-            if layout is None and AxisType.Auto in mesh.axis_types:
+            if any(layout is None for layout in layouts):
                 raise ShardingError(
-                    f"accumulate: `over=` needs the sharding of the parameters in `{argument}` on "
-                    f"mesh {view}: pass `layout=` to the gradient function, or use rules "
+                    f"accumulate: `over=` needs the sharding of the parameters on mesh {view}: "
+                    "pass `layout=` to the gradient function, or use rules "
                     "(`ft.jit(rules=...)`, `with ft.axis_rules(...):`)"
                 )
         leaves, parts = read_for(values, layouts)
@@ -492,7 +463,12 @@ class Shards:
         traced: list[MicroBatch] = []
 
         def local(*operands: jax.Array) -> tuple[dict[int, jax.Array], dict[int, jax.Array]]:
-            given = list(map(self._local, operands, call.roles))
+            given = list(operands)
+            for i, role in enumerate(call.roles):
+                # JAX would sum the gradients of invariant parameters over shards in each
+                # micro-batch.
+                if role is Role.SAME and jnp.issubdtype(given[i].dtype, jnp.inexact):
+                    given[i] = varying_over(given[i], self.axes)
             micro_batch, totals = summed(call, given, steps)
             traced[:] = [micro_batch]
             self._check_equal(micro_batch)
@@ -527,13 +503,6 @@ class Shards:
                 spec = self.specs[micro_batch.parameters[k]]
                 totals[k] = self._scattered_sum(part, spec)
         return micro_batch, [totals[k] for k in sorted(totals)]
-
-    def _local(self, operand: jax.Array, role: Role) -> jax.Array:
-        """Return an operand with the type that the loop on one shard needs."""
-        # JAX would sum the gradients of invariant parameters over shards in each micro-batch.
-        if role is Role.SAME and jnp.issubdtype(operand.dtype, jnp.inexact):
-            return varying_over(operand, self.axes)
-        return operand
 
     def _typed(self, array: Any, spec: PartitionSpec) -> Any:
         """Reshard an array on Explicit axes, where a shard_map does not reshard its operands."""

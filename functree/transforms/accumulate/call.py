@@ -30,7 +30,7 @@ from functree.errors import (
 )
 from functree.labels.leaf import Leaf, meeting
 from functree.labels.leaves import Leaves, read
-from functree.transforms.grad.gradient_types import KnownGradient, known_gradient
+from functree.transforms.grad.grad import KnownGradient
 from functree.tree.arrays import Tree, is_key, value_text
 from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
@@ -83,33 +83,27 @@ class GradientFunction(NamedTuple):
             FunctreeError: if the function is not known to return the required aux.
         """
         signature, partial = Signature.of(fn)
-        known = known_gradient(partial.fun)
+        known = KnownGradient.of(partial.fun)
         gradient = known or KnownGradient((0,), (None,), has_aux=False, with_value=False)
         differentiated = tuple(_positional(signature, partial, i) for i in gradient.argnums)
         named: dict[Role, tuple[Path, ...]] = {}
         for role, each in names.items():
             # All arguments are below the empty path. Other roles override this one.
-            named[role] = (Path(),) if each is None else tuple(_path(signature, x) for x in each)
+            named[role] = (Path(),) if each is None else tuple(Path((name,)) for name in each)
         is_known = known is not None
         function = cls(signature, partial, gradient, is_known, differentiated, named, weighted)
         function._check_names(names)
-        function._check_aux()
+        if function.uses_aux and not gradient.has_aux:
+            problem = Problem(None, None, signature.name, "returns no aux", _AUX)
+            raise FunctreeTypeError(
+                "accumulate: pass `has_aux=True` to `ft.grad` or `ft.value_and_grad`", [problem]
+            )
         return function
 
     @property
-    def own_aux(self) -> str:
-        """The required aux, in words: a weight, carried values, or both.
-
-        The text is empty if no particular aux is required.
-        """
-        parts: list[str] = []
-        if self.weighted:
-            parts.append("the weight of the micro-batch")
-        carried = [f"`{path}`" for path in self.named[Role.CARRIED]]
-        if carried:
-            values = "the next value" if len(carried) == 1 else "a tuple of the next values"
-            parts.append(f"{values} of {', '.join(carried)}")
-        return f"`({', '.join(parts)})`" if len(parts) > 1 else "".join(parts)
+    def uses_aux(self) -> bool:
+        """Whether the aux contains a weight or carried values."""
+        return self.weighted or bool(self.named[Role.CARRIED])
 
     # The names of parameters
 
@@ -119,31 +113,25 @@ class GradientFunction(NamedTuple):
         roles: dict[str, Role] = {}
         for role, each in names.items():
             for name in each or ():
-                fault = self._fault(name, role, roles.get(name))
+                fault = self._fault(name, roles.get(name))
                 roles[name] = role
                 if fault is not None:
                     problems.append(Problem(None, None, f"{role.value}={name!r}", *fault))
         if problems:
             raise FunctreeValueError("accumulate: invalid parameter names", problems)
 
-    def _fault(self, name: str, role: Role, before: Role | None) -> tuple[str, str] | None:
+    def _fault(self, name: str, before: Role | None) -> tuple[str, str] | None:
         """Return why a name cannot have a role, and the remedy, or None if it can have the role.
 
         `before` is a role that the name already has.
         """
         parameters, function = self.signature.parameters, self.signature.name
-        if before is role:
-            return "is named twice", "name it once"
         if before is not None:
-            why = f"`{name}` is in both `{before.value}` and `{role.value}`"
-            return why, "name it in only one of them"
-        if name in parameters[: len(self.partial.args)]:
-            why = f"is bound to {function}, so calls do not pass it"
-            return why, "pass it in each call, instead of binding it"
+            return f"`{name}` is already in `{before.value}`", "name it once"
         if Path((name,)) in self.differentiated:
             why = "is differentiated, so it is the same in each micro-batch"
             return why, "name a different parameter, or change the gradient function's `argnums=`"
-        if name in parameters or self.signature.by_name is not None:
+        if name in parameters:
             return None
         why = f"{function} has no such parameter{did_you_mean(name, parameters)}"
         return why, f"name one of its parameters: {', '.join(parameters)}"
@@ -160,10 +148,10 @@ class GradientFunction(NamedTuple):
         Raises:
             FunctreeError: if the aux differs from the required aux.
         """
-        if not self.own_aux:
+        if not self.uses_aux:
             return result
         aux = result[0][1] if self.gradient.with_value else result[1]
-        pair = (None, aux)
+        pair: Any = (None, aux)
         if self.weighted:
             pair = aux if carried else (aux, ())
         if not _has_length(pair, 2):
@@ -173,52 +161,31 @@ class GradientFunction(NamedTuple):
         if not _has_length(each, len(carried)):
             raise self._refused(values, f"is not a tuple of {len(carried)} values")
         for (path, wanted), value in zip(carried.items(), each, strict=True):
-            skeleton = Skeleton.of(value)
-            if skeleton != wanted:
-                raise self._refused(value, _difference(path, wanted, skeleton))
+            if Skeleton.of(value) != wanted:
+                why = f"differs from `{path}` in its structure or in values that are not arrays"
+                raise self._refused(value, why)
         if not self.weighted:
             return result
-        weight = self._as_weight(weight)
-        aux = weight
+        if not eqx.is_array_like(weight) or jnp.shape(weight):
+            raise self._refused(weight, "is not a scalar weight")
+        aux = jnp.asarray(weight)
         if carried:
-            aux = weight, values
+            aux = aux, values
         if self.gradient.with_value:
             return (result[0][0], aux), result[1]
         return result[0], aux
 
-    def _as_weight(self, weight: Any) -> jax.Array:
-        """Convert a weight to an array. Raise FunctreeError if the weight is not a scalar."""
-        if eqx.is_array_like(weight) and jnp.shape(weight) == ():
-            array = jnp.asarray(weight)
-            if not is_key(array.dtype):
-                return array
-        raise FunctreeTypeError(
-            f"accumulate: the weight that {self.signature.name} returns as aux is "
-            f"{value_text(weight)}, not a scalar: return one number for the micro-batch"
-        )
-
     def _refused(self, value: Tree, why: str) -> FunctreeTypeError:
         """Build the error for an aux that differs from the required aux."""
-        kind = value_text(value)
-        if isinstance(value, tuple | list):
-            kind = f"a {type(value).__name__} of {len(value)}"
-        problem = Problem(None, None, f"aux: {kind}", why, f"return {self.own_aux} as aux")
-        headline = f"{self.signature.name} does not return {self.own_aux} as its aux"
-        return FunctreeTypeError(f"accumulate: {headline}", [problem])
-
-    def _check_aux(self) -> None:
-        """Raise FunctreeError if the function's aux is required but missing or unknown."""
+        problem = Problem(None, None, f"aux: {value_text(value)}", why, _AUX)
         name = self.signature.name
-        if self.own_aux and not self.is_known:
-            raise FunctreeTypeError(
-                f"accumulate: cannot check that {name} returns {self.own_aux} as its aux: "
-                "use `ft.grad` or `ft.value_and_grad` with `has_aux=True`"
-            )
-        if self.own_aux and not self.gradient.has_aux:
-            raise FunctreeTypeError(
-                f"accumulate: {name} returns no aux: return {self.own_aux} as aux, and pass "
-                "`has_aux=True` to `ft.grad` or `ft.value_and_grad`"
-            )
+        return FunctreeTypeError(f"accumulate: {name} returns an invalid aux", [problem])
+
+
+_AUX = (
+    "return as aux the weight of the micro-batch (`weighted=True`), the next value of the "
+    "parameter in `carry=` (a tuple for several parameters), or with both a pair of these"
+)
 
 
 class Call(NamedTuple):
@@ -243,12 +210,10 @@ class Call(NamedTuple):
         """Give a role to each array of a call.
 
         Raises:
-            FunctreeError: if an argument that has a role is not passed.
             FunctreeError: if an array is deleted.
         """
         partial, signature = function.partial, function.signature
         record = signature.bind(*partial.with_bound(args, kwargs))
-        _check_given(function, record)
         leaves = read(record)
         check_deleted("accumulate", record)
         # Arguments that are bound to the function do not belong to the batch.
@@ -265,11 +230,7 @@ class Call(NamedTuple):
 
     def value_at(self, argument: Path) -> Tree:
         """Return the value of an argument."""
-        name, *keys = argument
-        value = self.record[self.function.signature.parameters.index(name)]
-        for key in keys:
-            value = value[key]
-        return value
+        return self.record[self.function.signature.parameters.index(argument[0])]
 
     def run(self, values: Sequence[Any]) -> Tree:
         """Run the function with new values for the arrays. Raise the errors of `checked`."""
@@ -290,14 +251,12 @@ class Call(NamedTuple):
         """
         leaves = list(zip(self.leaves.leaves, self.roles, strict=True))
         batch = [leaf for leaf, role in leaves if role is Role.BATCH]
-        self._check_keys(batch)
+        self._check_keys()
         if not batch:
-            differentiated = ", ".join(f"`{path}`" for path in self.function.differentiated)
             raise FunctreeTypeError(
-                "accumulate: no array of the call is divided into micro-batches (differentiated: "
-                f"{differentiated}): pass the batch as a separate argument. The gradient "
-                "function's `argnums=` selects the differentiated arguments, and `batch=` selects "
-                "the divided ones"
+                "accumulate: no array of the call is divided into micro-batches: pass the batch as "
+                "a separate argument. The gradient function's `argnums=` selects the "
+                "differentiated arguments, and `batch=` selects the divided ones"
             )
         problems: list[Problem] = meeting(batch)
         for leaf in batch:
@@ -315,21 +274,13 @@ class Call(NamedTuple):
                     "ft.FunctreeWarning)`"
                 )
 
-    def _check_keys(self, batch: Sequence[Leaf]) -> None:
+    def _check_keys(self) -> None:
         """Raise FunctreeError for arguments in `keys` that are not random keys."""
-        named = self.function.named[Role.KEY]
-        sizes = {x.shape[0] for x in batch if x.shape and not below(named, [x.path])}
         problems: list[Problem] = []
-        for path in named:
+        for path in self.function.named[Role.KEY]:
             for leaf in [self.leaves.leaves[i] for i in below([path], self.leaves.paths)]:
-                shape = _keys_shape(leaf.value)
-                if shape is None:
+                if _keys_shape(leaf.value) is None:
                     problems.append(leaf.problem("is not a random key", _A_KEY))
-                elif shape and sizes and shape[0] not in sizes:
-                    size = " or ".join(map(str, sorted(sizes)))
-                    why = f"is an array of {count(shape[0], 'key')}, but the batch has size {size}"
-                    remedy = "pass one key, which is split, or one key for each example"
-                    problems.append(leaf.problem(why, remedy))
             for _, other in Skeleton.of(self.value_at(path)).others:
                 problems.append(Problem(path, None, shown(other), "is not a random key", _A_KEY))
         refuse(problems, "value", "in `keys` cannot be split")
@@ -353,37 +304,16 @@ def refuse(
         raise kind(f"accumulate: {count(len(problems), noun)} {why}", problems)
 
 
-def _path(signature: Signature, name: str) -> Path:
-    """Return the path of the argument with a name."""
-    # Any other name is an argument in `**more`. The name `more` itself means all arguments in
-    # `**more`.
-    if name in signature.parameters or signature.by_name is None:
-        return Path((name,))
-    return Path((signature.by_name, name))
-
-
 def _positional(signature: Signature, partial: Partial, number: int) -> Path:
     """Return the path of the argument at a position. Raise FunctreeError if there is none."""
-    names = [*signature.parameters[: len(partial.args)], *signature.positional]
-    if signature.many in names and number >= names.index(signature.many):
-        return Path((signature.many, number - names.index(signature.many)))
+    named = (name for name in signature.positional if name != signature.many)
+    names = [*signature.parameters[: len(partial.args)], *named]
     if not -len(names) <= number < len(names):
         raise FunctreeTypeError(
             f"accumulate: {signature.name} has no positional parameter {number} to differentiate: "
             "change `argnums=`"
         )
     return Path((names[number],))
-
-
-def _check_given(function: GradientFunction, record: Sequence[Tree]) -> None:
-    """Raise FunctreeError for names in the function's `**more` that a call does not pass."""
-    parameters, problems = function.signature.parameters, list[Problem]()
-    for role, paths in function.named.items():
-        for path in paths:
-            if len(path) > 1 and path[1] not in record[parameters.index(path[0])]:
-                why = f"is in `{role.value}`, but the call passes no argument with this name"
-                problems.append(Problem(path, None, "", why, "pass it by keyword"))
-    refuse(problems, "keyword argument", "cannot be found")
 
 
 def below(places: Sequence[tuple[Any, ...]], paths: Sequence[Path]) -> list[int]:
@@ -422,21 +352,8 @@ def _indivisible(leaf: Leaf, steps: int, shards: Mapping[str, int]) -> list[Prob
     why = f"has no leading dimension to split into {number}"
     if leaf.shape:
         why = f"its leading dimension of size {leaf.shape[0]} cannot be split into {number}"
-    divisor = f"{steps}"
     if parts > 1:
-        why += f" on each of {parts} {'shards' if shards else 'devices'}"
-        divisor = f"{steps} × {parts}"
+        why += f" on each of {parts} devices"
+    divisor = steps * parts
     remedy = f"use a batch whose size is a multiple of {divisor}, or name the parameters to divide "
     return [leaf.problem(why, f"{remedy}in `batch=`, random keys in `keys=` and state in `carry=`")]
-
-
-def _difference(path: Path, wanted: Skeleton, found: Skeleton) -> str:
-    """Return how a carried value differs from the previous one, in one line."""
-    if found.treedef == wanted.treedef and found.indices == wanted.indices:
-        for (_, old), (_, new) in zip(wanted.others, found.others, strict=True):
-            if type(old) is not type(new) or old != new:
-                return (
-                    f"the static value {shown(old)} in `{path}` becomes {shown(new)}: make it an "
-                    "array"
-                )
-    return f"has a different structure from `{path}`"

@@ -5,8 +5,8 @@ A function and a filter ─► a function that returns the gradient, laid out li
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
-from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, TypeVar, overload
+from functools import partial, wraps
+from typing import Annotated, Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from functree.argument_checks import FUNCTION, POSITIONS, Flag, checked, shown
 from functree.calls.program import around
 from functree.calls.signature import inspected, wrapper_updates
 from functree.devices.placement import check_deleted, explicit_mesh
+from functree.devices.specs import entry
 from functree.devices.varying import varying_axes
 from functree.errors import (
     FunctreeError,
@@ -25,48 +26,23 @@ from functree.errors import (
     RuleError,
     count,
 )
-from functree.labels.filters import FilterLike, as_filter
+from functree.labels.filters import FilterLike, as_filter, check_wrt
 from functree.labels.predicates import is_trainable
 from functree.layout.layout import LayoutTree
-from functree.transforms.grad.gradient_types import (
-    Gradient,
-    GradientAndAux,
-    KnownGradient,
-    ValueAndGradient,
-    known,
-    known_gradient,
-)
-from functree.transforms.grad.parameters import Parameters, check_differentiated
+from functree.transforms.grad.parameters import Parameters
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-# For other `argnums`, the type of the gradient cannot be expressed.
-@overload
-def value_and_grad(
-    fn: Callable[_P, _R],
-    wrt: FilterLike = ...,
-    argnums: Literal[0] = ...,
-    has_aux: bool = ...,
-    layout: LayoutTree = ...,
-) -> ValueAndGradient[_P, _R]: ...
-@overload
-def value_and_grad(
-    fn: Callable[_P, _R],
-    wrt: FilterLike = ...,
-    argnums: int | Sequence[int] = ...,
-    has_aux: bool = ...,
-    layout: LayoutTree = ...,
-) -> Callable[_P, tuple[_R, Any]]: ...
 @checked("grad: invalid arguments")
 def value_and_grad(
-    fn: Annotated[Callable[_P, Any], FUNCTION],
+    fn: Annotated[Callable[_P, _R], FUNCTION],
     wrt: FilterLike = is_trainable,
     argnums: Annotated[int | Sequence[int], POSITIONS] = 0,
     has_aux: Flag = False,
     layout: LayoutTree = None,
-) -> Any:
+) -> Callable[_P, tuple[_R, Any]]:
     """Build a function that returns the value of `fn` and its gradient, laid out like the model.
 
     The gradient is taken with respect to the leaves that a filter matches.
@@ -110,7 +86,7 @@ def value_and_grad(
         FunctreeError: (when called) if an array is deleted.
         FunctreeError: (when called) with `has_aux`, if `fn` does not return a pair.
         FunctreeError: (when called) if the filter matches no leaf.
-        FunctreeError: (when called) if the filter matches a leaf that is abstract or not inexact.
+        FunctreeError: (when called) if the filter matches a leaf that is not inexact.
         FunctreeError: (when called) if the call has no argument at a position in `argnums`.
         FunctreeError: (when called) inside shard_map, if the loss differs between shards that share
             a parameter.
@@ -138,52 +114,30 @@ def value_and_grad(
     numbers = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
     layouts = _one_each(layout, argnums)
 
-    @_like(fn)
+    @partial(_like, fn)
     def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
         call = _positional(fn, args, kwargs, numbers)
         by_position = dict(zip(inspected(fn).parameters, call.args, strict=False))
         check_deleted("grad", {**by_position, **call.kwargs})
         each = zip(call.places, layouts, strict=True)
         parameters = [Parameters.of(call.args[i], i, chosen, layout) for i, layout in each]
-        check_differentiated(wrt, parameters)
+        leaves = [leaf for argument in parameters for leaf in argument.leaves.leaves]
+        check_wrt(wrt, leaves, f"argument {', '.join(map(str, call.places))}")
         result, gradients = _differentiate(fn, call, parameters, has_aux)
         return result, gradients if several else gradients[0]
 
-    return known(value_and_gradient, KnownGradient(numbers, layouts, has_aux, True, several))
+    record = KnownGradient(numbers, layouts, has_aux, True, several)
+    setattr(value_and_gradient, _ATTRIBUTE, record)
+    return value_and_gradient
 
 
-@overload
-def grad(
-    fn: Callable[_P, Any],
-    wrt: FilterLike = ...,
-    argnums: Literal[0] = ...,
-    has_aux: Literal[False] = ...,
-    layout: LayoutTree = ...,
-) -> Gradient[_P]: ...
-@overload
-def grad(
-    fn: Callable[_P, tuple[Any, _R]],
-    wrt: FilterLike = ...,
-    argnums: Literal[0] = ...,
-    *,
-    has_aux: Literal[True],
-    layout: LayoutTree = ...,
-) -> GradientAndAux[_P, _R]: ...
-@overload
-def grad(
-    fn: Callable[_P, Any],
-    wrt: FilterLike = ...,
-    argnums: int | Sequence[int] = ...,
-    has_aux: bool = ...,
-    layout: LayoutTree = ...,
-) -> Callable[_P, Any]: ...
 def grad(
     fn: Callable[_P, Any],
     wrt: FilterLike = is_trainable,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     layout: LayoutTree = None,
-) -> Any:
+) -> Callable[_P, Any]:
     """Build a function that returns the gradient of `fn`, laid out like the model.
 
     The gradient is taken with respect to the leaves that a filter matches. See `ft.value_and_grad`
@@ -225,30 +179,69 @@ def grad(
     """
     value_and_gradient = value_and_grad(fn, wrt, argnums, has_aux, layout)
 
-    @_like(fn)
+    @partial(_like, fn)
     def gradient(*args: Any, **kwargs: Any) -> Any:
         result, gradients = value_and_gradient(*args, **kwargs)
         return (gradients, result[1]) if has_aux else gradients
 
-    record = known_gradient(value_and_gradient)
-    return gradient if record is None else known(gradient, record._replace(with_value=False))
+    record: Any = KnownGradient.of(value_and_gradient)
+    setattr(gradient, _ATTRIBUTE, record._replace(with_value=False))
+    return gradient
 
 
-def _like(fn: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator like `functools.wraps(fn)` that drops `fn`'s return annotation.
+# The description is stored as an attribute, since `functools.wraps` copies attributes to wrappers
+# such as `ft.jit`.
+_ATTRIBUTE = "__functree_gradient__"
+
+
+class KnownGradient(NamedTuple):
+    """Description of what a gradient function returns.
+
+    Attributes:
+        argnums: the positions of the differentiated arguments.
+        layouts: the layout of each differentiated argument, or None if it has no layout.
+        has_aux: whether the differentiated function returns `(value, aux)`.
+        with_value: whether the value is returned with the gradient.
+        several: whether the gradient is a tuple with one entry for each argument.
+    """
+
+    argnums: Sequence[int]
+    layouts: Sequence[LayoutTree]
+    has_aux: bool
+    with_value: bool
+    several: bool = False
+
+    @staticmethod
+    def of(fn: object) -> "KnownGradient | None":
+        """Return the description of a gradient function of functree, or of a wrapper around one."""
+        return getattr(fn, _ATTRIBUTE, None)
+
+    @property
+    def aux_place(self) -> tuple[int, ...]:
+        """The position of the aux in the result, as indices into nested tuples."""
+        return (0, 1) if self.with_value else (1,)
+
+    def place_of(self, index: int) -> tuple[int, ...]:
+        """Return the position of a differentiated argument's gradient, like `aux_place`."""
+        place: tuple[int, ...] = ()
+        if self.with_value:
+            place = (1,)
+        elif self.has_aux:
+            place = (0,)
+        return (*place, index) if self.several else place
+
+
+def _like(fn: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    """Update a wrapper like `functools.wraps(fn)`, without `fn`'s return annotation.
 
     The annotation is wrong for the wrapper, whose result differs from `fn`'s.
     """
-
-    def decorate(wrapper: Callable[..., Any]) -> Callable[..., Any]:
-        wrapped: Any = wraps(fn, updated=wrapper_updates(fn))(wrapper)
-        wrapped.__annotations__ = {
-            k: v for k, v in getattr(fn, "__annotations__", {}).items() if k != "return"
-        }
-        wrapped.__signature__ = inspected(fn).replace(return_annotation=inspect.Signature.empty)
-        return wrapped
-
-    return decorate
+    wrapped: Any = wraps(fn, updated=wrapper_updates(fn))(wrapper)
+    wrapped.__annotations__ = {
+        k: v for k, v in getattr(fn, "__annotations__", {}).items() if k != "return"
+    }
+    wrapped.__signature__ = inspected(fn).replace(return_annotation=inspect.Signature.empty)
+    return wrapped
 
 
 class _Call(NamedTuple):
@@ -353,9 +346,7 @@ def _check_one_loss(
     summed losses.
     """
     varying = _varying(loss)
-    axes = ", ".join(f'"{axis}"' for axis in sorted(varying))
-    if len(varying) > 1:
-        axes = f"({axes})"
+    axes = repr(entry(sorted(varying)))
     why = "is shared between shards, so its gradient would be the gradient of the sum of all losses"
     remedy = f"return `jax.lax.pmean(loss, {axes})` for the mean, or `psum` for the sum"
     problems: list[Problem] = []

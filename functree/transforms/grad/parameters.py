@@ -24,7 +24,7 @@ from functree.errors import (
     ShardingError,
     count,
 )
-from functree.labels.filters import Filter, FilterLike, check_wrt
+from functree.labels.filters import Filter
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves, read
 from functree.layout.decide import decide_parts
@@ -47,7 +47,7 @@ class Parameters(NamedTuple):
     Attributes:
         number: the argument's position.
         leaves: the argument's arrays.
-        chosen: for each array, whether it is differentiated.
+        chosen: the indices of the differentiated arrays.
         parts: the layouts of the argument's parts, from `layout=` or the ambient rules. Without
             either, the sequence is empty.
         given: whether the layouts were passed as `layout=`.
@@ -55,7 +55,7 @@ class Parameters(NamedTuple):
 
     number: int
     leaves: Leaves
-    chosen: Sequence[bool]
+    chosen: Sequence[int]
     parts: Sequence[Part]
     given: bool
 
@@ -72,7 +72,7 @@ class Parameters(NamedTuple):
         if layout is None:
             # Ambient rules serve other arguments too, so their filters may match nothing here.
             parts = as_partial(parts)
-        chosen = [wrt(leaf) for leaf in leaves.leaves]
+        chosen = [i for i, leaf in enumerate(leaves.leaves) if wrt(leaf)]
         argument = Parameters(number, leaves, chosen, parts, layout is not None)
         if not argument.matched:
             raise _nothing(argument, wrt)
@@ -82,9 +82,7 @@ class Parameters(NamedTuple):
     @property
     def matched(self) -> list[Leaf]:
         """The differentiated leaves."""
-        return [
-            leaf for leaf, chosen in zip(self.leaves.leaves, self.chosen, strict=True) if chosen
-        ]
+        return [self.leaves.leaves[i] for i in self.chosen]
 
     @property
     def arrays(self) -> list[Any]:
@@ -93,7 +91,10 @@ class Parameters(NamedTuple):
 
     def with_arrays(self, arrays: Iterable[Any]) -> Any:
         """Return the argument with new arrays for the differentiated leaves."""
-        return self.leaves.skeleton.fill(self._merged(arrays, self.leaves.values))
+        values = list(self.leaves.values)
+        for i, array in zip(self.chosen, arrays, strict=True):
+            values[i] = array
+        return self.leaves.skeleton.fill(values)
 
     def gradient(self, arrays: Sequence[Any]) -> Any:
         """Return the gradient as a tree like the argument, with None for undifferentiated leaves.
@@ -112,16 +113,16 @@ class Parameters(NamedTuple):
         # A constraint needs the devices of the arrays, which an eager transform hides.
         if isinstance(mesh, AbstractMesh) and current_mesh() is None and not compiling():
             return self._tree(list(map(laid_out_as, self.arrays, arrays)))
-        rules = ambient_rules()
         layouts = [part.layout for part in self.parts]
-        summed = SummedFirst(layouts if rules is None else [rules, *layouts], mesh)
+        if (rules := ambient_rules()) is not None:
+            layouts = [rules, *layouts]
         laid_out: list[Any] = []
         for gradient, leaf, decision in zip(
             arrays, self.matched, self._decisions(mesh), strict=True
         ):
             parameter, first = leaf.value, None
             if decision is not None and decision.specified:
-                first = summed.spec(leaf, decision.spec)
+                first = _summed_first(leaf, decision.spec, layouts, mesh)
             if first is not None:
                 gradient = with_constraint(_tied(gradient, parameter), mesh, first)
                 # Without the barrier, `first` would become the final sharding too.
@@ -153,51 +154,26 @@ class Parameters(NamedTuple):
         if problems and self.given:
             gradient = f"the gradient of argument {self.number} on mesh {view}"
             raise ShardingError(f"grad: the layout does not fit {gradient}", problems)
-        broken = {problem.path for problem in problems}
-        decisions: list[Decision | None] = []
-        for leaf, decision, differentiated in zip(
-            self.leaves.leaves, decided.decisions, self.chosen, strict=True
-        ):
-            if differentiated:
-                decisions.append(None if leaf.path in broken else decision)
-        return decisions
+        by_path: dict[Any, Decision] = dict(zip(self.leaves.paths, decided.decisions, strict=True))
+        for problem in problems:
+            by_path.pop(problem.path, None)
+        return [by_path.get(leaf.path) for leaf in self.matched]
 
     def _tree(self, gradients: Sequence[Any]) -> Any:
         """Build a tree of gradients like the argument, with None for undifferentiated leaves."""
-        return self.leaves.skeleton.spread(self._merged(gradients, [None] * len(self.chosen)))
-
-    def _merged(self, arrays: Iterable[Any], others: Sequence[Any]) -> list[Any]:
-        """Return a value for each leaf: the next item of `arrays` for a differentiated leaf.
-
-        For any other leaf, the value is its item of `others`, which has an item for every leaf.
-        """
-        new = iter(arrays)
-        return [
-            next(new) if chosen else other
-            for chosen, other in zip(self.chosen, others, strict=True)
-        ]
-
-
-def check_differentiated(wrt: FilterLike, parameters: Sequence[Parameters]) -> None:
-    """Raise RuleError if a pattern in a filter matches no leaf of the arguments."""
-    leaves: list[Leaf] = []
-    for argument in parameters:
-        leaves += argument.leaves.leaves
-    noun = "argument" if len(parameters) == 1 else "arguments"
-    numbers = ", ".join(str(argument.number) for argument in parameters)
-    check_wrt(wrt, leaves, f"{noun} {numbers}")
+        values: list[Any] = [None] * len(self.leaves.leaves)
+        for i, gradient in zip(self.chosen, gradients, strict=True):
+            values[i] = gradient
+        return self.leaves.skeleton.spread(values)
 
 
 def _nothing(argument: Parameters, wrt: Filter) -> FunctreeError:
     """Build the error for a filter that matches no leaf."""
-    leaves, remedy = argument.leaves.leaves, "change `wrt=` so that it matches one of these arrays"
-    problems = [leaf.problem("does not match", remedy) for leaf in leaves]
-    why = (
-        ""
-        if leaves
-        else ", which has no arrays. Python numbers are static: pass `jnp.asarray(...)`"
-    )
-    headline = f"grad: wrt={wrt!r} matches no array of argument {argument.number}{why}"
+    remedy = "change `wrt=` so that it matches one of these arrays"
+    problems = [leaf.problem("does not match", remedy) for leaf in argument.leaves.leaves]
+    headline = f"grad: wrt={wrt!r} matches no array of argument {argument.number}"
+    if not problems:
+        headline += ", which has no arrays. Python numbers are static: pass `jnp.asarray(...)`"
     return FunctreeValueError(headline, problems)
 
 
@@ -207,14 +183,7 @@ def _check_differentiable(leaves: Sequence[Leaf]) -> None:
         if not jnp.issubdtype(leaf.value.dtype, jnp.inexact):
             why = f"is {dtype_text(leaf.value.dtype)}, but only inexact arrays have gradients"
             remedy = "narrow the filter (`wrt=... & ft.is_trainable`), or use a float dtype"
-        elif isinstance(leaf.value, jax.ShapeDtypeStruct):
-            why, remedy = (
-                "is abstract",
-                "differentiate inside `jax.eval_shape` or `.lower`, where the array is traced",
-            )
-        else:
-            continue
-        problems.append(leaf.problem(why, remedy))
+            problems.append(leaf.problem(why, remedy))
     if problems:
         raise FunctreeTypeError(
             f"grad: {count(len(problems), 'leaf')} cannot be differentiated", problems
@@ -279,47 +248,36 @@ def _tied(gradient: jax.Array, parameter: Any) -> jax.Array:
 _SUMMED = ("batch", "seq")
 
 
-class SummedFirst:
-    """Specs for the first constraints of gradients.
+def _summed_first(
+    leaf: Leaf, wanted: PartitionSpec, layouts: Sequence[Layout], mesh: Mesh | AbstractMesh
+) -> PartitionSpec | None:
+    """Return the spec of a gradient's first constraint, or None if none is needed.
 
     Args:
+        leaf: the parameter.
+        wanted: the final spec of its gradient.
         layouts: the ambient rules, and the layouts of the parameters.
         mesh: the mesh of the gradients.
     """
 
-    def __init__(self, layouts: Sequence[Layout], mesh: Mesh | AbstractMesh):
-        self._layouts, self._mesh = layouts, mesh
-        self._is_needed = AxisType.Explicit not in mesh.axis_types
-        self._batch: set[str] = set()
-        for layout in layouts:
-            self._batch.update(fsdp_axes(layout))
-        for name in _SUMMED:
-            self._batch.update(self._axes_of(name))
-
-    def spec(self, leaf: Leaf, wanted: PartitionSpec) -> PartitionSpec | None:
-        """Return the spec of a gradient's first constraint, or None if none is needed.
-
-        Args:
-            leaf: the parameter.
-            wanted: the final spec of its gradient.
-        """
-        entries = [axes for axes in map(mesh_axes, wanted.partitions) if axes]
-        if not self._is_needed or not entries:
-            return None
-        if not self._batch:
-            # No layout determines over which mesh axes the gradient is summed.
-            several = len(entries) > 1 and any(len(axes) > 1 for axes in entries)
-            return _first_of_each(wanted) if several else None
-        summed = without(wanted, self._batch)
-        split = [*map(mesh_axes, summed.partitions), *map(self._axes_of, filter(None, leaf.axes))]
-        if summed == wanted or all(len(axes) < 2 for axes in split):
-            return None
-        return summed
-
-    def _axes_of(self, name: str) -> tuple[str, ...]:
+    def axes_of(name: str) -> tuple[str, ...]:
         """Return the mesh axes of an activation's dimension with this name."""
-        known = (axes_of_name(name, layout, self._mesh) for layout in self._layouts)
+        known = (axes_of_name(name, layout, mesh) for layout in layouts)
         return next((axes for axes in known if axes), ())
+
+    entries = [axes for axes in map(mesh_axes, wanted.partitions) if axes]
+    if AxisType.Explicit in mesh.axis_types or not entries:
+        return None
+    batch = set[str]().union(*map(fsdp_axes, layouts), *map(axes_of, _SUMMED))
+    if not batch:
+        # No layout determines over which mesh axes the gradient is summed.
+        several = len(entries) > 1 and any(len(axes) > 1 for axes in entries)
+        return _first_of_each(wanted) if several else None
+    summed = without(wanted, batch)
+    split = [*map(mesh_axes, summed.partitions), *map(axes_of, filter(None, leaf.axes))]
+    if summed == wanted or all(len(axes) < 2 for axes in split):
+        return None
+    return summed
 
 
 def _first_of_each(spec: PartitionSpec) -> PartitionSpec:
