@@ -49,25 +49,7 @@ __all__ = [
     "families",
 ]
 
-# Shared modules such as `weights.py` are not listed: the line that calls them is more informative.
-_name_lines_of(
-    Attention,
-    BatchNorm,
-    Block,
-    Cache,
-    cross_entropy,
-    Dropout,
-    Embedding,
-    generate,
-    Linear,
-    Llama3Rope,
-    MLP,
-    MoE,
-    RMSNorm,
-    Sequential,
-    Transformer,
-    zigzag,
-)
+_name_lines_of(*(globals()[name] for name in __all__ if name != "families"))
 
 
 def __dir__() -> list[str]:

@@ -21,8 +21,8 @@ from functree.argument_checks import (
     checked,
 )
 from functree.errors import FunctreeValueError
-from functree.nn.norm import affine, one_axis
-from functree.nn.weights import accumulator, broadcast_like
+from functree.nn.norm import affine
+from functree.nn.weights import accumulator, broadcast_like, named_axes
 from functree.state.refs import StateRef
 from functree.state.state import STATE, State
 from functree.tree.axes import Axes, Names, names
@@ -95,7 +95,7 @@ class BatchNorm(eqx.Module):
         axes: str | Axes = "embed",
         param_dtype: FloatingDtype = jnp.float32,
     ):
-        self.axes = one_axis("BatchNorm", axes)
+        self.axes = named_axes("BatchNorm", axes, 1)
         self.weight = jnp.ones((size,), param_dtype) if channelwise_affine else None
         self.bias = jnp.zeros((size,), param_dtype) if channelwise_affine else None
         # A bfloat16 average would not change. With a momentum of 0.99, an update is 1 % of the

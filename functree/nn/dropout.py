@@ -1,15 +1,13 @@
 """`Dropout` sets random elements of an activation to zero in training."""
 
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from functree.argument_checks import Decay, Flag, checked
 from functree.errors import FunctreeTypeError
+from functree.nn.activations import entries_of, explicit_mesh, out_sharding
 
 
 class Dropout(eqx.Module):
@@ -69,11 +67,7 @@ class Dropout(eqx.Module):
                 "Dropout needs a key in training. Call `layer(x, key=key)`, or pass "
                 "`inference=True`"
             )
-        typed = jax.typeof(x).sharding
-        # On Explicit axes, the random bits need the sharding of `x`. On Auto axes, JAX rejects
-        # `out_sharding=`.
-        options: dict[str, Any] = {}
-        if not typed.mesh.empty and AxisType.Explicit in typed.mesh.axis_types:
-            options["out_sharding"] = typed
-        keep = jax.random.bernoulli(key, 1 - self.p, x.shape, **options)
+        # On Explicit axes, the random bits need the sharding of `x`.
+        sharding = out_sharding(explicit_mesh(x), entries_of(x))
+        keep = jax.random.bernoulli(key, 1 - self.p, x.shape, out_sharding=sharding)
         return jnp.where(keep, x / (1 - self.p), jnp.zeros_like(x))

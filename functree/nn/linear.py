@@ -6,7 +6,6 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from functree.argument_checks import Flag, FloatingDtype, Key, Size, checked
-from functree.errors import AxesError
 from functree.nn.weights import (
     DotGeneral,
     Initializer,
@@ -14,6 +13,7 @@ from functree.nn.weights import (
     cast,
     dtype_or_none,
     fan_in,
+    named_axes,
     product,
 )
 from functree.tree.axes import Axes, Names, names
@@ -71,12 +71,7 @@ class Linear(eqx.Module):
         compute_dtype: FloatingDtype | None = None,
         dot_general: DotGeneral | None = None,
     ):
-        self.axes = Axes.of(axes)
-        if len(self.axes) != 2:
-            raise AxesError(
-                f'Linear(axes="{self.axes}"): name both dimensions of the weight, as in '
-                '"embed hidden"'
-            )
+        self.axes = named_axes("Linear", axes, 2)
         self.weight = init(key, (in_size, out_size), param_dtype)
         self.bias = jnp.zeros((out_size,), param_dtype) if use_bias else None
         self.compute_dtype = dtype_or_none(compute_dtype)

@@ -18,8 +18,7 @@ from functree.argument_checks import (
     Takes,
     checked,
 )
-from functree.errors import AxesError
-from functree.nn.weights import Initializer, accumulator, broadcast_like, dtype_or_none
+from functree.nn.weights import Initializer, accumulator, broadcast_like, dtype_or_none, named_axes
 from functree.tree.axes import Axes, Names, names
 
 
@@ -146,7 +145,7 @@ class LayerNorm(eqx.Module):
         param_dtype: FloatingDtype = jnp.float32,
         compute_dtype: FloatingDtype | None = None,
     ):
-        self.axes = one_axis("LayerNorm", axes)
+        self.axes = named_axes("LayerNorm", axes, 1)
         self.weight = jnp.ones((size,), param_dtype) if use_weight else None
         self.bias = jnp.zeros((size,), param_dtype) if use_bias else None
         self.eps, self.compute_dtype = eps, dtype_or_none(compute_dtype)
@@ -164,30 +163,6 @@ class LayerNorm(eqx.Module):
         unit = centered * jax.lax.rsqrt(jnp.mean(centered**2, axis=-1, keepdims=True) + self.eps)
         scaled = affine(unit, self.weight, self.bias)
         return scaled.astype(self.compute_dtype or x.dtype)
-
-
-def one_axis(layer: str, axes: str | Axes) -> Axes:
-    """Return the name of a layer's last dimension.
-
-    Raises:
-        AxesError: if `axes` is not one name.
-    """
-    return named_axes(layer, axes, 1)
-
-
-def named_axes(layer: str, axes: str | Axes, number: int) -> Axes:
-    """Return the names of a layer's last dimensions.
-
-    Raises:
-        AxesError: if `axes` does not have `number` names.
-    """
-    given = Axes.of(axes)
-    if len(given) != number:
-        remedy = 'name only the last dimension, as in "embed"'
-        if number > 1:
-            remedy = f'name the last {number} dimensions, as in "heads head_dim"'
-        raise AxesError(f'{layer}(axes="{given}"): {remedy}')
-    return given
 
 
 def affine(

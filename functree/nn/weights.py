@@ -20,7 +20,9 @@ from jaxtyping import Array, Float, Int
 from functree.argument_checks import FUNCTION, Takes
 from functree.devices.specs import mesh_axes, without
 from functree.devices.varying import without_varying
+from functree.errors import AxesError, count
 from functree.nn.activations import Entries, entries_of, explicit_mesh, out_sharding
+from functree.tree.axes import Axes
 from functree.tree.skeleton.static_value import is_hashable
 
 # Initializers
@@ -82,6 +84,26 @@ def accumulator(dtype: DTypeLike) -> np.dtype:
     """
     # NumPy's function, since JAX's own raises an error under strict promotion.
     return np.promote_types(dtype, np.float32)
+
+
+# Axes
+
+
+def named_axes(layer: str, axes: str | Axes, number: int) -> Axes:
+    """Return the names of the dimensions of a layer's weight.
+
+    Raises:
+        AxesError: if `axes` does not have `number` names.
+
+    Examples:
+        >>> from functree.nn.weights import named_axes
+        >>> named_axes("Linear", "embed hidden", 2)
+        Axes('embed', 'hidden')
+    """
+    given = Axes.of(axes)
+    if len(given) != number:
+        raise AxesError(f'{layer}(axes="{given}"): name {count(number, "dimension")}')
+    return given
 
 
 # Products

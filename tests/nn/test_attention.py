@@ -232,7 +232,7 @@ def test_a_function_gets_the_arguments_of_jaxs_function() -> None:
     close(found, attend(*given, implementation="xla", window=3, segments=segments), 1e-6)
     assert seen == [["is_causal"], ["is_causal", "local_window_size", "mask"]]
     with raises(
-        "the function passed as `attention=` returned an array of shape (2, 6, 8), but must return a JAX array of shape (2, 6, 4, 8)"
+        "the function passed as `attention=` returned float32[2, 6, 8], but must return a JAX array of shape (2, 6, 4, 8)"
     ):
         attend(*given, implementation=lambda q, k, v, **_: q[:, :, 0])
 

@@ -356,7 +356,7 @@ def test_bad_heads_and_axes() -> None:
         nn.Attention(2, 4, key=KEY)
     with pytest.raises(FunctreeError, match=r"head_dim=3[\s\S]*even"):
         nn.Attention(12, 4, key=KEY)
-    with pytest.raises(AxesError, match=r'Linear\(axes="embed"\): name both dimensions'):
+    with pytest.raises(AxesError, match=r'Linear\(axes="embed"\): name 2 dimensions'):
         nn.Linear(4, 8, axes="embed", key=KEY)
 
 

@@ -196,7 +196,7 @@ def test_the_axes_of_norms(layer: Any) -> None:
     assert axes.weight == axes.bias == ft.Axes("hidden") and ft.tree_axes(
         layer(4)
     ).weight == ft.Axes("embed")
-    with pytest.raises(AxesError, match=r'axes="a b".*name only the last dimension.*"embed"'):
+    with pytest.raises(AxesError, match=r'axes="a b".*name 1 dimension'):
         layer(4, axes="a b")
 
 
@@ -207,9 +207,7 @@ def test_a_norm_over_several_dimensions() -> None:
     mean = (x.astype(np.float64) ** 2).mean((-2, -1), keepdims=True)
     expected = x / np.sqrt(mean + 1e-3) * np.asarray(layer.scale)
     np.testing.assert_allclose(layer(jnp.asarray(x)), expected, rtol=1e-5, atol=1e-5)
-    with pytest.raises(
-        AxesError, match=r'axes="embed".*name the last 2 dimensions.*"heads head_dim"'
-    ):
+    with pytest.raises(AxesError, match=r'axes="embed".*name 2 dimensions'):
         nn.RMSNorm((4, 2))
     for size, axes in (((), ft.Axes()), ((4, 0), "heads head_dim"), (0, "embed")):
         with pytest.raises(

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from functree.argument_checks import Takes
+from functree.argument_checks import Takes, shown
 from functree.devices.meshes import devices_along, platform
 from functree.devices.specs import mesh_axes
 from functree.errors import FunctreeValueError, warn
@@ -249,12 +249,9 @@ def _by_function(
         options["mask"] = same[..., None, :, :]  # the same for all heads
     mixed = function(query, key, value, **options)
     if not isinstance(mixed, jax.Array) or mixed.shape != query.shape:
-        returned = f"a value of type {type(mixed).__name__}"
-        if isinstance(mixed, jax.Array):
-            returned = f"an array of shape {mixed.shape}"
         raise FunctreeValueError(
-            f"the function passed as `attention=` returned {returned}, but must return a JAX array "
-            f"of shape {query.shape}"
+            f"the function passed as `attention=` returned {shown(mixed)}, but must return a JAX "
+            f"array of shape {query.shape}"
         )
     return mixed
 
