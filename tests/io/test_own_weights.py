@@ -385,8 +385,8 @@ REFUSED: dict[str, tuple[dict[str, str], list[str], list[tuple[str, str, str]]]]
     "patterns for nothing": (
         {"x.*": "l.*.w", "y.*": "l.*.t", "x.1": "l.1.t"}, [*ALL, "l.*.hh", "l.0.w"],
         [
-            ('"y.*": "l.*.t", "x.1": "l.1.t"', "matches no array that earlier patterns do not match", "correct or remove the pattern, or move it up"),
-            ('left_out "l.*.hh", left_out "l.0.w"', "matches no tensor that is not read", "correct or remove the pattern"),
+            ('"y.*": "l.*.t", "x.1": "l.1.t"', "matches no array, or only arrays that earlier patterns match", "correct or remove the pattern, or move it up"),
+            ('left_out "l.*.hh", left_out "l.0.w"', "matches no tensor, or only tensors that are read", "correct or remove the pattern"),
         ],
     ),
 }  # fmt: skip

@@ -89,7 +89,7 @@ class Weight(NamedTuple):
 
         Each process reads only its devices' blocks, and counts only the values in these blocks.
         """
-        form = cast(TensorForm, self.form())  # not None, since the array has no faults
+        form = cast(TensorForm, self.form())  # not None, since the array has no problems
         dtype, whole = self.dtype, self.leaf.shape
         lost: dict[str, int] = {}  # by block, since several devices may have copies of a block
 
@@ -230,7 +230,7 @@ def unread_problems(
     unread = [name for name in tensors if name not in read]
     for pattern in left_out:
         if not any(fnmatchcase(name, pattern) for name in unread):
-            why = "matches no tensor that is not read"
+            why = "matches no tensor, or only tensors that are read"
             yield Problem(None, None, f'left_out "{pattern}"', why, "correct or remove the pattern")
     alike: dict[str, list[str]] = defaultdict(list)
     for name in unread:

@@ -282,6 +282,6 @@ def names_of(
                 break
     for row in rows:
         if row.pattern not in used:
-            why = "matches no array that earlier patterns do not match"
+            why = "matches no array, or only arrays that earlier patterns match"
             problems.append(row.problem(why, "correct or remove the pattern, or move it up"))
     return named, problems
