@@ -109,15 +109,13 @@ def test_a_static_leaf_that_like_lacks(what: str, tmp_path: Path) -> None:
 
 
 def test_what_a_warning_says_to_do(tmp_path: Path) -> None:
-    """A number could be an array; a text could not."""
     ft.save(tmp_path / "c", {"w": np.ones(2), "step": 17, "name": "adam"})
     with pytest.warns(ft.FunctreeWarning) as caught:
         ft.restore(tmp_path / "c", {"w": np.ones(2), "step": 0, "name": "sgd"})
     assert [str(one.message) for one in caught] == [
-        "Python numbers are not restored, but come from `like`: `step` was saved as 17, but is 0 in `like`; to save "
-        "a number, convert it to an array: `jnp.asarray(...)`",
-        "static leaves are not restored, but come from `like`: `name` was saved as 'adam', but is 'sgd' in `like`; "
-        "build `like` in the same way as the saved tree, or save these values in `meta=`",
+        "static leaves are not restored, but come from `like`: `name` was saved as 'adam', but is 'sgd' in `like`, "
+        "`step` was saved as 17, but is 0 in `like`; build `like` in the same way as the saved tree, save numbers as "
+        "arrays (`jnp.asarray(...)`), or save these values in `meta=`"
     ]
 
 

@@ -99,12 +99,13 @@ class _Wanted(NamedTuple):
                 return array, 0
             return cast_on_devices(array, like.dtype, sharding)
         lost = 0 if array.dtype == like.dtype else lost_on_host(np.asarray(array), like.dtype)
-        if sharding is not None:  # read as a NumPy array, since JAX has not enabled the dtype
+        if sharding is None:
+            array = cast_on_host(array, like.dtype)
+        else:  # read as a NumPy array, since JAX has not enabled the dtype
             array = jax.make_array_from_callback(
                 array.shape, sharding, lambda index: cast_on_host(array[index], like.dtype)
             )
-            return array, lost
-        return like_value(cast_on_host(array, like.dtype), like), lost
+        return like_value(array, like), lost
 
 
 def restore(
@@ -166,10 +167,9 @@ def restore(
     """
     check("restore: invalid arguments", path=(path, FILE), cast=(cast, FLAG), verify=(verify, FLAG))
     check_tree("restore", like)
-    place, asked = folder_at(path), None
+    place = folder_at(path)
     folder = place.path
-    if only is not None and only is not ...:
-        asked = as_filter(only)
+    asked = None if only is None else as_filter(only)
 
     while True:
         with Agreement(f"{folder} cannot be restored") as agreement:

@@ -16,10 +16,6 @@ from functree.labels.leaf import unheld_problem
 from functree.tree.arrays import Tree, is_array, unheld
 from functree.tree.nodes import leaves_of
 
-# Types of Python numbers, which could be saved as arrays. Compare them with `type(leaf)`: NumPy's
-# float64 is a subclass of `float`, but is saved as an array.
-_NUMBERS = (bool, int, float, complex)
-
 
 def static_texts(tree: Tree) -> dict[str, str]:
     """Return the texts of a tree's static leaves by path.
@@ -55,25 +51,23 @@ def unsaveable(tree: Tree) -> Iterator[Problem]:
 
 def warn_of_changes(saved: Mapping[str, str], like: Tree) -> None:
     """Warn about static leaves in `like` that differ from the saved leaves."""
-    numbers: list[str] = []
-    others: list[str] = []
+    differ: list[str] = []
     leaves = {str(path): leaf for path, leaf in leaves_of(like)}
     for name, then in saved.items():
         # This leaf is None or missing in `like`.
         if name not in leaves:
-            others.append(f"`{name}` was saved as {then}, but is missing from `like`")
+            differ.append(f"`{name}` was saved as {then}, but is missing from `like`")
             continue
         leaf = leaves[name]
         # An array at this path causes a separate error.
         if not is_array(leaf) and (now := _text(leaf)) not in (None, then):
-            kind = numbers if type(leaf) in _NUMBERS else others
-            kind.append(f"`{name}` was saved as {then}, but is {now} in `like`")
-    if numbers:
-        remedy = "to save a number, convert it to an array: `jnp.asarray(...)`"
-        warn(f"Python numbers are not restored, but come from `like`: {listed(numbers)}; {remedy}")
-    if others:
-        remedy = "build `like` in the same way as the saved tree, or save these values in `meta=`"
-        warn(f"static leaves are not restored, but come from `like`: {listed(others)}; {remedy}")
+            differ.append(f"`{name}` was saved as {then}, but is {now} in `like`")
+    if differ:
+        warn(
+            f"static leaves are not restored, but come from `like`: {listed(differ)}; build `like` "
+            "in the same way as the saved tree, save numbers as arrays (`jnp.asarray(...)`), or "
+            "save these values in `meta=`"
+        )
 
 
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}")
