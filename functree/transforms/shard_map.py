@@ -3,6 +3,7 @@
 A function of local arrays, and options ─► a function of global arrays.
 """
 
+import functools
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import (
