@@ -181,6 +181,9 @@ _DEVICE = (
     ": move the arrays to the device (`jax.device_put`), or use `with jax.default_device(device):`"
 )
 _REFUSED = {
+    **dict.fromkeys(
+        ("donate_argnums", "donate_argnames"), ": pass names or positions to `donate=`"
+    ),
     "backend": _DEVICE,
     "device": _DEVICE,
     "abstracted_axes": (
