@@ -60,11 +60,11 @@ OF_SHELLS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("pattern", OF_SHELLS)
+@pytest.mark.parametrize("wildcards", OF_SHELLS)
 @pytest.mark.parametrize("read", [glob_pattern, capturing_pattern])
-def test_wildcards_of_shells_are_refused(read: Any, pattern: str) -> None:
+def test_wildcards_of_shells_are_refused(read: Any, wildcards: str) -> None:
     with pytest.raises(ft.RuleError):
-        read(pattern)
+        read(wildcards)
 
 
 @pytest.mark.parametrize(
