@@ -77,9 +77,7 @@ class Group:
     @cached_property
     def reached(self) -> Sequence[Layout]:
         """The layout, and the layouts in it that made decisions."""
-        # Many leaves share one decision.
-        different = {id(decision): decision for decision in self.decisions}
-        return list(reached(self.part.layout, different.values()))
+        return list(reached(self.part.layout, self.decisions))
 
     @cached_property
     def mentioned(self) -> Collection[str]:
@@ -208,8 +206,7 @@ def _filter_problems(groups: Sequence[Group]) -> Iterator[Problem]:
     if not filtered:
         return
     leaves = [leaf for group in groups for leaf in group.leaves]
-    # Many leaves share one decision.
-    different = {id(decision): decision for group in groups for decision in group.decisions}
+    decisions = [decision for group in groups for decision in group.decisions]
     # A function's rules are for models, so a call with only bare arrays does not test the filters.
     is_said = not part.partial and (not part.scope.by_rules or any(map(is_in_module, leaves)))
     here = {root.path[:1] for leaf in leaves for root in leaf.roots}
@@ -227,7 +224,7 @@ def _filter_problems(groups: Sequence[Group]) -> Iterator[Problem]:
         yield from two_readings(layout, leaves)
         if not is_said:
             continue
-        used = used_filters(layout, different.values())
+        used = used_filters(layout, decisions)
         for problem in unused_filters(layout, used, leaves, elsewhere):
             if layout.unused == "error":
                 yield problem
