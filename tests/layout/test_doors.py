@@ -545,7 +545,7 @@ def test_a_class_of_another_cell() -> None:
 
     tree, again = {"net": cell()(jnp.ones(8))}, cell()
     told = "the tree contains instances of another class, `"
-    with raises("filter Again", told, ".Again`: use this class or", error=ft.ShardingError):
+    with raises("filter under(Again)", told, ".Again`: use this class or", error=ft.ShardingError):
         ft.plan(tree, layout(again), MESH)
     with raises(told + "functree.nn.linear.Linear`", error=ft.ShardingError):
         linear = ft.nn.Linear(8, 8, key=jax.random.key(0))
