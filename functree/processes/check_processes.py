@@ -43,7 +43,8 @@ def check_processes(**values: object) -> None:
     Args:
         **values: plans, layouts, meshes, lowered programs (`f.lower(...)`), strings, numbers,
             arrays, sets, dataclasses, or trees of these. Arrays within one process are compared by
-            value, arrays that span processes by sharding, and functions by name.
+            value, arrays that span processes by sharding, and functions by name. The keys of a dict
+            must be sortable, as in JAX.
 
     Raises:
         FunctreeError: if a value differs. All processes raise this error. The message names the
