@@ -208,7 +208,6 @@ Size = Annotated[int, SIZE]
 Positive = Annotated[float, POSITIVE]
 Fraction = Annotated[float, FRACTION]
 Decay = Annotated[float, DECAY]
-Room = Annotated[float, ROOM]
 Key = Annotated[PRNGKeyArray, KEY]
 FloatingDtype = Annotated[DTypeLike, FLOATING]
 
