@@ -190,7 +190,7 @@ WRONG: dict[str, str] = {
     f"ledger demo:closing {LAID}": "demo:closing: the function closes over `scale`, an array that has no value, because the factory is only traced",
     f"ledger demo:late {LAID}": "raised_inside raised: demo.py:61: KeyError: 'later' (add `--traceback` to see the traceback)",
     f"explore demo:late {LAID}": "demo:late: the function raised: demo.py:61: KeyError: 'later'",
-    f"ledger demo:fewer {LAID}": "ledger: error: demo:fewer: apply: missing a required argument: 'layer'",
+    f"ledger demo:fewer {LAID}": "ledger: error: apply raised: TypeError: apply() missing 2 required positional arguments: 'layer'",
     f"why demo:call {LAID} --compilations 0": "argument --compilations: '0' is not a positive integer",
     # Meshes
     f"plan demo:tree {RULES}": "the following arguments are required: --mesh",
