@@ -121,7 +121,8 @@ def rope(
     first, second = jnp.split(x.astype(dtype), 2, axis=-1)
     # The tables are broadcast over the heads only here, after `cos` and `sin`. Broadcasting earlier
     # makes the compiled program longer.
-    cos, sin = _for_heads(jnp.cos(angles), first), _for_heads(jnp.sin(angles), first)
+    tables = jnp.cos(angles), jnp.sin(angles)
+    cos, sin = (jnp.broadcast_to(table[..., None, :], first.shape) for table in tables)
     return jnp.concatenate(
         [first * cos - second * sin, second * cos + first * sin], axis=-1
     ).astype(x.dtype)
@@ -159,10 +160,3 @@ def _sharded_as(
     for size, entry in zip(positions.shape, of_tokens, strict=True):
         entries.append(None if size == 1 else entry)
     return jax.sharding.reshard(positions, NamedSharding(mesh, PartitionSpec(*entries)))
-
-
-def _for_heads(
-    table: Float[Array, "*#batch seq pairs"], x: Float[Array, "*batch seq heads pairs"]
-) -> Float[Array, "*batch seq heads pairs"]:
-    """Broadcast a table over all batches and heads."""
-    return jnp.broadcast_to(table[..., None, :], x.shape)

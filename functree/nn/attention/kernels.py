@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from functree.nn.activations import on_one_device, specs_of
-from functree.nn.attention.mask import AXES, Inputs
+from functree.nn.attention.mask import AXES, Inputs, padded
 from functree.nn.weights import accumulator, as_int32
 
 TILE = 128
@@ -167,8 +167,8 @@ def splash(
     seq, heads = query.shape[1:3]
     pieces, more = _pieces(seq)
     # A padded key comes after all tokens, so no token attends to it.
-    query, key, value = (_padded(x, more) for x in (_scaled(query), key, value))
-    ids = None if segments is None else _padded(as_int32(segments), more, mode="edge")
+    query, key, value = (padded(x, more, 1) for x in (_scaled(query), key, value))
+    ids = None if segments is None else padded(as_int32(segments), more, 1)
     size = (seq + more) // pieces
     mixed: list[Array] = []
     for first in range(0, seq + more, size):
@@ -302,11 +302,6 @@ def _by_splash(
     else:
         mixed = jax.vmap(kernel)(*arrays, SegmentIds(*segments))
     return mixed.transpose(0, 2, 1, 3)
-
-
-def _padded(x: Array, more: int, mode: str = "constant") -> Array:
-    """Pad an array of tokens at the end."""
-    return jnp.pad(x, [(0, 0), (0, more), *[(0, 0)] * (x.ndim - 2)], mode=mode)
 
 
 def _why_not_splash(arrays: Sequence[Array], window: int | None) -> str | None:

@@ -1,5 +1,6 @@
 """A mask determines which keys each query attends to, from positions, segments and a window."""
 
+import dataclasses
 from typing import NamedTuple
 
 import equinox as eqx
@@ -128,14 +129,12 @@ class Mask(eqx.Module):
 
     def chunk(self, i: Index, j: Index, size: int) -> "Mask":
         """Return the mask of chunk `i` of the queries and chunk `j` of the keys."""
-        return Mask(
-            _chunk(self.query_positions, i, size),
-            _chunk(self.key_positions, j, size),
-            _chunk(self.query_segments, i, size),
-            _chunk(self.key_segments, j, size),
-            self.window,
-            self.offset,
-            self.keys,
+        return dataclasses.replace(
+            self,
+            query_positions=_chunk(self.query_positions, i, size),
+            key_positions=_chunk(self.key_positions, j, size),
+            query_segments=_chunk(self.query_segments, i, size),
+            key_segments=_chunk(self.key_segments, j, size),
         )
 
     def padded(self, queries: int, keys: int, has: int) -> "Mask":
@@ -146,14 +145,13 @@ class Mask(eqx.Module):
         masked instead, using `has`, the number of keys before the padding.
         """
         is_shifted = self.offset is not None and keys > 0
-        return Mask(
-            _padded(self.query_positions, queries),
-            _padded(self.key_positions, keys),
-            _padded(self.query_segments, queries),
-            _padded(self.key_segments, keys),
-            self.window,
-            self.offset,
-            has if is_shifted else self.keys,
+        return dataclasses.replace(
+            self,
+            query_positions=_padded(self.query_positions, queries),
+            key_positions=_padded(self.key_positions, keys),
+            query_segments=_padded(self.query_segments, queries),
+            key_segments=_padded(self.key_segments, keys),
+            keys=has if is_shifted else self.keys,
         )
 
 
