@@ -15,6 +15,7 @@ There are three ways to shard an activation:
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +23,14 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Shaped
 
 from functree.devices.meshes import devices_along
-from functree.devices.specs import Entry, mesh_axes, named_axes, of_rank, without
+from functree.devices.specs import Entry, entry, mesh_axes, named_axes, of_rank, without
 from functree.devices.varying import unchecked, without_varying
 from functree.layout.rules import AxisRules, with_rule
 from functree.layout.state_sharding import with_tables
 from functree.placing.ambient import ambient_rules, axis_rules, has_axis_rules, spec
 from functree.placing.constrain import constrain
+
+T = TypeVar("T")
 
 Entries = tuple[Entry, ...]
 """The entries of a spec, one for each dimension of an array."""
@@ -215,6 +218,12 @@ def on_one_device() -> bool:
     return all(size == 1 or name in mesh.manual_axes for name, size in mesh.shape.items())
 
 
+def divided(of_dim: Entry) -> Entry:
+    """Return an entry of a spec without mesh axes of one device."""
+    # XLA's partitioner refuses a sum over such a mesh axis (JAX 0.12).
+    return entry([axis for axis in mesh_axes(of_dim) if devices_along([axis]) > 1])
+
+
 def is_partly_manual() -> bool:
     """Return whether the traced code runs in a shard_map that is Manual along only some mesh axes.
 
@@ -271,8 +280,8 @@ def specs_of(arrays: Sequence[Array], names: Sequence[str]) -> list[PartitionSpe
 
 def _check_fits(x: Array, names: str, entries: Entries) -> None:
     """Raise a ShardingError if mesh axes do not divide a dimension."""
-    for size, entry in zip(x.shape, entries, strict=True):
-        if size % devices_along(mesh_axes(entry)):
+    for size, of_dim in zip(x.shape, entries, strict=True):
+        if size % devices_along(mesh_axes(of_dim)):
             constrain(x, names)  # raises an error that names the dimension and the remedy
 
 
@@ -328,11 +337,11 @@ def _agreeing(
     # not. An entry therefore omits mesh axes that shard another dimension of one of the arrays.
     entry_of: dict[str, Entry] = {"_": None}
     for entries, text in zip(own, names, strict=True):
-        for name, entry in zip(text.split(), entries, strict=True):
+        for name, of_dim in zip(text.split(), entries, strict=True):
             if name != "_" and entry_of.get(name) is None:
                 beside = _beside(name, names)
                 used = {axis for other in beside for axis in mesh_axes(entry_of.get(other))}
-                entry_of[name] = without(PartitionSpec(entry), used)[0]
+                entry_of[name] = without(PartitionSpec(of_dim), used)[0]
     specs: list[PartitionSpec] = []
     for x, text in zip(arrays, names, strict=True):
         named = text.split()
@@ -372,11 +381,10 @@ def on_shards(
     specs = specs_of(arrays, names)
     if specs is None:
         return fun(*arrays)
-    wanted, mesh = specs[0], jax.sharding.get_abstract_mesh()
+    wanted = specs[0]
     # Nothing differs along a mesh axis of size 1. If queries varied along such an axis and keys did
     # not, the gradients would have types that JAX does not expect.
-    single = {name for name, size in mesh.shape.items() if size == 1}
-    specs = [without(array_spec, single) for array_spec in specs]
+    specs = [PartitionSpec(*map(divided, array_spec)) for array_spec in specs]
     heads = specs[0][-2]
     selects: list[bool] = []
     for i, (text, array_spec) in enumerate(zip(names, specs, strict=True)):
@@ -396,12 +404,27 @@ def on_shards(
             own.append(x)
         return fun(*own)
 
+    return resharded(over_mesh(of_shards, arrays, specs, specs[0], check_vma), wanted)
+
+
+def over_mesh(
+    fun: Callable[..., T],
+    arrays: Sequence[Array],
+    in_specs: Sequence[PartitionSpec],
+    out_specs: Any,
+    check_vma: bool = True,
+) -> T:
+    """Apply `fun` in a shard_map over all mesh axes that are not Manual yet."""
+    mesh = jax.sharding.get_abstract_mesh()
     # Inside an outer `shard_map`, some axes are already Manual and cannot be mapped again.
-    free = set(mesh.axis_names) - set(mesh.manual_axes)
     mapped = jax.shard_map(
-        of_shards, in_specs=tuple(specs), out_specs=specs[0], axis_names=free, check_vma=check_vma
+        fun,
+        in_specs=tuple(in_specs),
+        out_specs=out_specs,
+        axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
+        check_vma=check_vma,
     )
-    return resharded(without_varying(mapped)(*map(resharded, arrays, specs)), wanted)
+    return without_varying(mapped)(*map(resharded, arrays, in_specs))
 
 
 def resharded(x: Array, wanted: PartitionSpec) -> Array:

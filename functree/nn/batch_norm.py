@@ -21,8 +21,7 @@ from functree.argument_checks import (
     checked,
 )
 from functree.errors import FunctreeValueError
-from functree.nn.norm import affine
-from functree.nn.weights import accumulator, broadcast_like, named_axes
+from functree.nn.weights import accumulator, affine, broadcast_like, named_axes
 from functree.state.refs import StateRef
 from functree.state.state import STATE, State
 from functree.tree.axes import Axes, Names, names

@@ -18,14 +18,14 @@ from functree.argument_checks import (
     parameter_error,
     shown,
 )
-from functree.devices.meshes import devices_along
 from functree.devices.placement import check_deleted
-from functree.devices.specs import Entry, entry, mesh_axes, without
+from functree.devices.specs import Entry, mesh_axes, without
 from functree.devices.varying import varying_over, without_varying
 from functree.errors import Problem
 from functree.nn.activations import (
     activation,
     constrain_to,
+    divided,
     entries_of,
     indices_along,
     on_one_device,
@@ -234,11 +234,7 @@ def _outer(arrays: Sequence[Array]) -> tuple[Entry, ...]:
     batch, seq = specs[1]
     if AxisType.Auto in jax.sharding.get_abstract_mesh().axis_types:
         seq = sequence_by_rules(_LOGITS)
-    # XLA's partitioner refuses a sum over a mesh axis of one device (JAX 0.12).
-    return tuple(
-        entry([axis for axis in mesh_axes(of_dim) if devices_along([axis]) > 1])
-        for of_dim in (batch, seq)
-    )
+    return divided(batch), divided(seq)
 
 
 def _sum(

@@ -9,7 +9,7 @@ from functree.argument_checks import Flag, FloatingDtype, Key, Size, checked
 from functree.nn.weights import (
     DotGeneral,
     Initializer,
-    broadcast_like,
+    affine,
     cast,
     dtype_or_none,
     fan_in,
@@ -95,7 +95,4 @@ class Linear(eqx.Module):
         The result's sharding is not constrained: only the caller can name the axes of `x`.
         """
         x, weight = cast(self.compute_dtype, x, self.weight)
-        y = product(x, weight, dot_general=self.dot_general)
-        if self.bias is None:
-            return y
-        return y + broadcast_like(self.bias.astype(y.dtype), y)
+        return affine(product(x, weight, dot_general=self.dot_general), None, self.bias)

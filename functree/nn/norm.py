@@ -18,7 +18,7 @@ from functree.argument_checks import (
     Takes,
     checked,
 )
-from functree.nn.weights import Initializer, accumulator, broadcast_like, dtype_or_none, named_axes
+from functree.nn.weights import Initializer, accumulator, affine, dtype_or_none, named_axes
 from functree.tree.axes import Axes, Names, names
 
 
@@ -98,8 +98,7 @@ class RMSNorm(eqx.Module):
         wide = x.astype(accumulator(x.dtype))
         last = tuple(range(-self.scale.ndim, 0))
         unit = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=last, keepdims=True) + self.eps)
-        scaled = unit * broadcast_like(self.scale.astype(wide.dtype), wide)
-        return scaled.astype(self.compute_dtype or x.dtype)
+        return affine(unit, self.scale, None).astype(self.compute_dtype or x.dtype)
 
 
 class LayerNorm(eqx.Module):
@@ -163,16 +162,3 @@ class LayerNorm(eqx.Module):
         unit = centered * jax.lax.rsqrt(jnp.mean(centered**2, axis=-1, keepdims=True) + self.eps)
         scaled = affine(unit, self.weight, self.bias)
         return scaled.astype(self.compute_dtype or x.dtype)
-
-
-def affine(
-    x: Float[Array, "*batch size"],
-    weight: Float[Array, "size"] | None,
-    bias: Float[Array, "size"] | None,
-) -> Float[Array, "*batch size"]:
-    """Compute `x · weight + bias` along the last dimension; None skips the weight or the bias."""
-    if weight is not None:
-        x = x * broadcast_like(weight.astype(x.dtype), x)
-    if bias is not None:
-        x = x + broadcast_like(bias.astype(x.dtype), x)
-    return x

@@ -19,9 +19,15 @@ from jaxtyping import Array, Float, Int
 
 from functree.argument_checks import FUNCTION, Takes
 from functree.devices.specs import mesh_axes, without
-from functree.devices.varying import without_varying
 from functree.errors import AxesError, count
-from functree.nn.activations import Entries, entries_of, explicit_mesh, out_sharding
+from functree.nn.activations import (
+    Entries,
+    divided,
+    entries_of,
+    explicit_mesh,
+    out_sharding,
+    over_mesh,
+)
 from functree.tree.axes import Axes
 from functree.tree.skeleton.static_value import is_hashable
 
@@ -133,7 +139,7 @@ def product(
         x: the activation, whose last `summed` dimensions are summed over.
         weight: the weight, whose first `summed` dimensions have the same sizes.
         summed: the number of dimensions that are summed over, such as 2 for "heads head_dim".
-        dot_general: the function that multiplies them; None for `jnp.tensordot`.
+        dot_general: the function that multiplies them; None for `jax.lax.dot_general`.
 
     Examples:
         >>> from functree.nn.weights import product
@@ -143,12 +149,11 @@ def product(
     kept, columns = entries_of(x)[: x.ndim - summed], entries_of(weight)[summed:]
     entries = (*kept, *_without_axes_of(kept, columns))
     sharding = out_sharding(explicit_mesh(x, weight), entries)
-    if dot_general is None:
-        return jnp.tensordot(x, weight, axes=summed, out_sharding=sharding)
+    multiply = jax.lax.dot_general if dot_general is None else dot_general
     last, first = tuple(range(x.ndim - summed, x.ndim)), tuple(range(summed))
     # Other libraries' functions may lack `out_sharding`, which only Explicit axes need.
-    options = {} if sharding is None else {"out_sharding": sharding}
-    return dot_general(x, weight, ((last, first), ((), ())), **options).astype(x.dtype)
+    options: dict[str, Any] = {} if sharding is None else {"out_sharding": sharding}
+    return multiply(x, weight, ((last, first), ((), ())), **options).astype(x.dtype)
 
 
 def product_of_each(
@@ -214,9 +219,7 @@ def rows_on_shards(
         of_table: the spec of the table.
         of_index: the spec of the indices, over different mesh axes.
     """
-    mesh, vocab = jax.sharding.get_abstract_mesh(), table.shape[0]
-    # XLA's partitioner refuses a sum over a mesh axis of one device (JAX 0.12).
-    axes = tuple(axis for axis in mesh_axes(of_table[0]) if mesh.shape[axis] > 1)
+    vocab, axes = table.shape[0], mesh_axes(divided(of_table[0]))
 
     def of_shard(table: Array, index: Array) -> Array:
         index = as_int32(index)
@@ -229,13 +232,8 @@ def rows_on_shards(
             own_rows = jax.lax.psum(own_rows, axes)  # only one of the terms is not 0
         return jnp.where(is_token[..., None], own_rows, jnp.nan)
 
-    mapped = jax.shard_map(
-        of_shard,
-        in_specs=(PartitionSpec(*of_table), PartitionSpec(*of_index)),
-        out_specs=PartitionSpec(*of_index, of_table[1]),
-        axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
-    )
-    return without_varying(mapped)(table, index)
+    specs = PartitionSpec(*of_table), PartitionSpec(*of_index)
+    return over_mesh(of_shard, (table, index), specs, PartitionSpec(*of_index, of_table[1]))
 
 
 def as_int32(index: Int[Array, "*batch"]) -> Int[Array, "*batch"]:
@@ -272,6 +270,17 @@ def broadcast_like(weight: Float[Array, "*size"], x: Float[Array, "..."]) -> Flo
     return jax.lax.broadcast_in_dim(
         weight, x.shape, range(first, x.ndim), out_sharding=out_sharding(mesh, entries)
     )
+
+
+def affine(
+    x: Float[Array, "..."], weight: Float[Array, "*size"] | None, bias: Float[Array, "*size"] | None
+) -> Float[Array, "..."]:
+    """Compute `x · weight + bias` over the last dimensions; None skips the weight or the bias."""
+    if weight is not None:
+        x = x * broadcast_like(weight.astype(x.dtype), x)
+    if bias is not None:
+        x = x + broadcast_like(bias.astype(x.dtype), x)
+    return x
 
 
 def _without_axes_of(kept: Entries, entries: Entries) -> Entries:

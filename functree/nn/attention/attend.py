@@ -13,7 +13,7 @@ from functree.argument_checks import Takes, shown
 from functree.devices.meshes import devices_along, platform
 from functree.devices.specs import mesh_axes
 from functree.errors import FunctreeValueError, warn
-from functree.nn.activations import on_one_device, on_shards, specs_of
+from functree.nn.activations import divided, on_one_device, on_shards, specs_of
 from functree.nn.attention.chunked import CHUNK, chunked, unchunked
 from functree.nn.attention.context import (
     WHOLE,
@@ -143,8 +143,7 @@ def _parts(given: Inputs, context: Context) -> Parts:
     if specs is None:
         return WHOLE
     *_, seq, of_heads, _ = specs[0]
-    # Mesh axes of size 1 do not divide the sequence, and `on_shards` drops them too.
-    axes = tuple(axis for axis in mesh_axes(seq) if devices_along((axis,)) > 1)
+    axes = mesh_axes(divided(seq))
     heads = given.query.shape[-2] // devices_along(mesh_axes(of_heads))
     return parts_of(axes, devices_along(axes), context, heads)
 

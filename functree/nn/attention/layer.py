@@ -34,7 +34,7 @@ from functree.nn.rope import Scaling, rope
 from functree.nn.weights import (
     DotGeneral,
     Initializer,
-    broadcast_like,
+    affine,
     cast,
     dtype_or_none,
     fan_in,
@@ -268,9 +268,9 @@ class Attention(eqx.Module):
         x, *weights = cast(self.compute_dtype, x, self.query, self.key, self.value)
         xs = inputs(x, "heads head_dim", "kv_heads head_dim", "kv_heads head_dim")
         multiply = functools.partial(product, dot_general=self.dot_general)
-        query = _shifted(multiply(xs[0], weights[0]), self.query_bias)
-        key = _shifted(multiply(xs[1], weights[1]), self.key_bias)
-        value = _shifted(multiply(xs[2], weights[2]), self.value_bias)
+        query = affine(multiply(xs[0], weights[0]), None, self.query_bias)
+        key = affine(multiply(xs[1], weights[1]), None, self.key_bias)
+        value = affine(multiply(xs[2], weights[2]), None, self.value_bias)
         query = self._rotated(query, self.query_norm, positions)
         key = self._rotated(key, self.key_norm, positions)
         # The constraints come after the norm and the rotation, so that no collective runs between
@@ -337,12 +337,6 @@ def _head_shapes(
     check("Attention: invalid arguments", head_dim=(head_dim, SIZE))
     check("Attention: invalid arguments", *_head_problems(heads, kv_heads, head_dim))
     return (heads, head_dim), (kv_heads, head_dim)
-
-
-def _shifted(
-    x: Float[Array, "*batch seq heads head_dim"], bias: Float[Array, "heads head_dim"] | None
-) -> Float[Array, "*batch seq heads head_dim"]:
-    return x if bias is None else x + broadcast_like(bias.astype(x.dtype), x)
 
 
 def _matrix(

@@ -19,9 +19,8 @@ from functree.argument_checks import (
     checked,
 )
 from functree.devices.meshes import devices_along
-from functree.devices.varying import without_varying
 from functree.errors import Problem
-from functree.nn.activations import activation, entries_of, explicit_mesh, resharded
+from functree.nn.activations import activation, entries_of, explicit_mesh, over_mesh, resharded
 from functree.nn.moe.dispatch import (
     Tokens,
     by_exchange,
@@ -175,16 +174,7 @@ class MoE(eqx.Module):
 
         whole, tokens = PartitionSpec(), PartitionSpec(*shards.entries, None)
         specs = (tokens, whole, *weight_specs(shards))
-        mesh = jax.sharding.get_abstract_mesh()
-        mapped = jax.shard_map(
-            of_shard,
-            in_specs=specs,
-            out_specs=(tokens, whole),
-            # Inside an outer `shard_map`, some axes are already Manual and cannot be mapped again.
-            axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
-        )
-        given = map(resharded, (x, self.router, *weights), specs)
-        y, losses = without_varying(mapped)(*given)
+        y, losses = over_mesh(of_shard, (x, self.router, *weights), specs, (tokens, whole))
         if explicit_mesh(x) is not None:
             y = resharded(y, PartitionSpec(*entries_of(x)))
         return activation(y, "batch seq embed"), losses

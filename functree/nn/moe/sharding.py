@@ -10,7 +10,7 @@ from functree.argument_checks import TEXT, Takes
 from functree.devices.meshes import devices_along, platform
 from functree.devices.specs import Entry, entry, mesh_axes
 from functree.errors import FunctreeValueError, Problem
-from functree.nn.activations import constrain_to, entries_of, on_one_device, specs_of
+from functree.nn.activations import constrain_to, divided, entries_of, on_one_device, specs_of
 from functree.placing.ambient import spec
 
 TOKENS = "batch seq embed"
@@ -91,10 +91,10 @@ def shards_of(
     of_weight = entries_of(gate)
     if not _is_explicit():
         of_weight = tuple(spec(INTO_HIDDEN))
-    experts, embed, hidden = map(_several, of_weight)
+    experts, embed, hidden = (mesh_axes(divided(of_dim)) for of_dim in of_weight)
     if gate.shape[0] % devices_along(experts) or gate.shape[2] % devices_along(hidden):
         constrain_to(gate, INTO_HIDDEN.split(), of_weight)  # raises an error that names the rule
-    entries = tuple(entry(_several(axes)) for axes in tuple(token_specs[0])[:-1])
+    entries = tuple(map(divided, tuple(token_specs[0])[:-1]))
     shards = Shards(entries, experts, (), hidden)
     # The compiler gathers the weights along other axes of `embed` at the start of the shard_map. If
     # the weights were gathered inside the shard_map, gradients would be summed over devices with
@@ -104,12 +104,6 @@ def shards_of(
 
 def _is_explicit() -> bool:
     return AxisType.Auto not in jax.sharding.get_abstract_mesh().axis_types
-
-
-def _several(of_dim: Entry) -> _Axes:
-    """Return the mesh axes of an entry that have more than one device."""
-    # XLA's partitioner refuses a sum over a mesh axis of size 1 (JAX 0.12).
-    return tuple(axis for axis in mesh_axes(of_dim) if devices_along((axis,)) > 1)
 
 
 def weight_specs(shards: Shards) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
