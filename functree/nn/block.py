@@ -8,7 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from functree.argument_checks import Key, Takes, checked
-from functree.errors import FunctreeValueError, Problem
+from functree.errors import FunctreeValueError
 from functree.nn.activations import activation
 from functree.nn.attention.layer import Attention, LayerCache, Positions, Segments
 from functree.nn.config import Norms, TransformerConfig
@@ -134,14 +134,10 @@ class Block(eqx.Module):
         """
         y, losses = self._fed(self._attended(x, positions, segments, in_order))
         if losses is None:
-            what, why = f"mlp={type(self.mlp).__name__}", "this layer has no experts"
-            remedy = (
-                "set `experts=` and `top_k=` in the config, or omit `balance=`, `router_z=` "
-                "and `with_losses`"
-            )
             raise FunctreeValueError(
-                "Transformer: the expert losses cannot be computed",
-                [Problem(None, None, what, why, remedy)],
+                "Transformer: the expert losses cannot be computed, because this layer has no "
+                f"experts: mlp={type(self.mlp).__name__}. Set `experts=` and `top_k=` in the "
+                "config, or omit `balance=`, `router_z=` and `with_losses`"
             )
         return y, losses
 

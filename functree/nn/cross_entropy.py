@@ -13,15 +13,13 @@ from jaxtyping import Array, Bool, Float, Int
 from functree.argument_checks import (
     Room,
     Size,
+    Takes,
+    check,
     checked,
-    is_integers,
-    parameter_error,
-    shown,
 )
 from functree.devices.placement import check_deleted
 from functree.devices.specs import Entry, mesh_axes, without
 from functree.devices.varying import varying_over, without_varying
-from functree.errors import Problem
 from functree.nn.activations import (
     activation,
     constrain_to,
@@ -41,6 +39,7 @@ from functree.nn.transformer import (
     Tokens,
     Transformer,
     check_tokens,
+    integers,
     logits_of,
 )
 from functree.nn.weights import accumulator, as_int32
@@ -107,16 +106,11 @@ def cross_entropy(
         >>> ft.nn.cross_entropy(model, text[:, :-1], text[:, 1:]).shape
         ()
     """
-    problems: list[Problem] = []
-    if not is_integers(targets) or targets.shape != tokens.shape:
-        why = f"they must be integers with the shape of the tokens, {tokens.shape}"
-        problems.append(Problem(None, None, f"targets={shown(targets)}", why))
-    if mask is not None and not (_is_real(mask) and mask.shape == tokens.shape):
-        why = f"it must have booleans or real numbers, and the shape of the tokens, {tokens.shape}"
-        problems.append(Problem(None, None, f"mask={shown(mask)}", why))
-    if problems:
-        right_type = is_integers(targets) and (mask is None or _is_real(mask))
-        raise parameter_error("cross_entropy: invalid arguments", problems, right_type=right_type)
+    check(
+        "cross_entropy: invalid arguments",
+        targets=(targets, integers(tokens.shape)),
+        mask=(mask, _numbers(tokens.shape).or_none()),
+    )
     given = {"model": model, "tokens": tokens, "targets": targets, "mask": mask}
     check_deleted("cross_entropy", given)
     check_tokens(model.max_seq, tokens, positions, segments, in_order)
@@ -166,11 +160,17 @@ def _before_the_head(x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batc
     return constrain_to(x, ["batch", "seq", "embed"], [batch, seq, embed])
 
 
-def _is_real(value: object) -> bool:
-    """Return whether a value is an array of booleans or real numbers, not of complex numbers."""
-    if not isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
-        return False
-    return any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating))
+def _numbers(shape: tuple[int, ...]) -> Takes:
+    """Return the check of an array of booleans or real numbers, not of complex numbers."""
+    kinds = (jnp.bool_, jnp.integer, jnp.floating)
+
+    def is_real(value: object) -> bool:
+        if not isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+            return False
+        return any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
+
+    text = f"an array of booleans or real numbers, of shape {shape}"
+    return Takes(text, is_real, lambda array: array.shape == shape)
 
 
 def _on_batches(

@@ -17,14 +17,13 @@ from functree.argument_checks import (
     Room,
     Size,
     Takes,
+    check,
     checked,
     is_integers,
-    parameter_error,
-    shown,
 )
 from functree.devices.meshes import devices_along
 from functree.devices.specs import mesh_axes
-from functree.errors import Problem
+from functree.errors import FunctreeValueError, Problem
 from functree.nn.activations import (
     HEADS,
     activation,
@@ -36,7 +35,7 @@ from functree.nn.activations import (
 )
 from functree.nn.cache import Cache, LayersCache
 from functree.nn.config import sizes_of
-from functree.nn.transformer import Model, Transformer
+from functree.nn.transformer import Model, Transformer, integers
 from functree.nn.weights import as_int32
 from functree.placing.ambient import has_axis_rules
 from functree.placing.constrain import axis_shards
@@ -128,14 +127,14 @@ def generate(
         >>> ft.nn.generate(model, jnp.array([[1, 2, 3]]), 4).shape
         (1, 7)
     """
-    seq, (vocab,) = prompts.shape[1], sizes_of(model.embed, ["vocab"])
+    (batch, seq), (vocab,) = prompts.shape, sizes_of(model.embed, ["vocab"])
+    check("generate: invalid arguments", lengths=(lengths, integers((batch,)).or_none()))
     # Stop tokens are kept as Python integers, which do not overflow.
     stops = np.asarray([] if stop is None else stop, object).reshape(-1)
     problems = _prompt_problems(model, vocab, prompts, length, lengths)
     problems += _option_problems(vocab, key, temperature, top_k, top_p, stops, pad)
     if problems:
-        right_type = lengths is None or is_integers(lengths)
-        raise parameter_error("generate: invalid arguments", problems, right_type=right_type)
+        raise FunctreeValueError("generate: invalid arguments", problems)
     sampling = Sampling(
         None if temperature == 0 else key,
         np.float32(np.clip(float(temperature), _LEAST_TEMPERATURE, np.finfo(np.float32).max)),
@@ -155,7 +154,7 @@ def generate(
     return _first_columns(tokens, seq + length)
 
 
-# `check` has already accepted these values, except for `lengths`, which may be anything.
+# `check` has already accepted these values.
 
 
 def _prompt_problems(
@@ -163,17 +162,12 @@ def _prompt_problems(
 ) -> list[Problem]:
     """Return the problems with prompts and lengths."""
     problems: list[Problem] = []
-    batch, seq = prompts.shape
+    seq = prompts.shape[1]
     if seq + length > model.max_seq:
         why = f"with prompts of length {seq}, rows would exceed the model's max_seq={model.max_seq}"
         remedy = "shorten the prompts, reduce `length`, or create the model with a larger max_seq"
         problems.append(Problem(None, None, f"length={length}", why, remedy))
-    if lengths is not None and (not is_integers(lengths) or lengths.shape != (batch,)):
-        why = (
-            f"it must be an array of integers of shape ({batch},), with one length for each prompt"
-        )
-        problems.append(Problem(None, None, f"lengths={shown(lengths)}", why))
-    elif lengths is not None and _is_known(lengths):
+    if lengths is not None and _is_known(lengths):
         # A prompt without tokens has no vector from which the first new token could be chosen.
         if not all(0 < size <= seq for size in np.asarray(lengths)):
             why = f"each length must be from 1 to {seq}"

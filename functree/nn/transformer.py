@@ -16,7 +16,6 @@ from functree.argument_checks import (
     check,
     checked,
     is_integers,
-    parameter_error,
     shown,
 )
 from functree.errors import FunctreeValueError, Problem, count
@@ -422,20 +421,18 @@ def check_tokens(
             f"Transformer: tokens of shape {tokens.shape} exceed max_seq={max_seq}. Shorten the "
             "sequence, or create the model with a larger max_seq"
         )
-    problems: list[Problem] = []
-    right_type = True
     # All rows may share one row of positions.
-    for name, value, shapes in (
-        ("positions", positions, [tokens.shape, (seq,)]),
-        ("segments", segments, [tokens.shape]),
-    ):
-        if value is None or (is_integers(value) and value.shape in shapes):
-            continue
-        why = f"they must be integers of shape {' or '.join(map(str, dict.fromkeys(shapes)))}"
-        problems.append(Problem(None, None, f"{name}={shown(value)}", why))
-        right_type = right_type and is_integers(value)
-    if problems:
-        raise parameter_error(_HEADLINE, problems, right_type=right_type)
+    check(
+        _HEADLINE,
+        positions=(positions, integers(tokens.shape, (seq,)).or_none()),
+        segments=(segments, integers(tokens.shape).or_none()),
+    )
+
+
+def integers(*shapes: tuple[int, ...]) -> Takes:
+    """Return the check of an integer array with one of some shapes."""
+    text = f"integers of shape {' or '.join(map(str, dict.fromkeys(shapes)))}"
+    return Takes(text, is_integers, lambda array: array.shape in shapes)
 
 
 def check_cache(model: Transformer, tokens: Tokens, cache: Cache) -> None:

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Shaped
 
-from functree.argument_checks import Size, Takes, checked, parameter_error, shown
+from functree.argument_checks import Size, Takes, checked, shown
 from functree.devices.specs import mesh_axes
-from functree.errors import FunctreeValueError, Problem
+from functree.errors import FunctreeValueError
 from functree.nn.activations import entries_of, explicit_mesh
 
 _TOKENS = Takes(
@@ -55,10 +55,10 @@ def zigzag(
     """
     seq, pieces = x.shape[1], 2 * int(parts)
     if seq % pieces:
-        why = f"the sequence length {seq} is not divisible by {pieces}, twice the number of parts"
-        remedy = f"pad the sequence to a multiple of {pieces}"
-        problem = Problem(None, None, f"x={shown(x)}, parts={parts}", why, remedy)
-        raise parameter_error("zigzag: invalid arguments", [problem], right_type=True)
+        raise FunctreeValueError(
+            f"zigzag: the sequence length {seq} of {shown(x)} is not divisible by {pieces}, twice "
+            f"the number of parts. Pad the sequence to a multiple of {pieces}"
+        )
     first = np.arange(pieces // 2)
     order = np.stack([first, pieces - 1 - first], 1).reshape(-1)
     index = np.arange(seq, dtype=np.int32).reshape(pieces, -1)[order].reshape(-1)

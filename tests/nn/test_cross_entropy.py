@@ -194,10 +194,10 @@ def test_the_weights_of_the_head_are_moved_once() -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"targets": TARGETS[:, 1:]}, "they must be integers with the shape of the tokens, (4, 30)"),
+    ({"targets": TARGETS[:, 1:]}, "it must be integers of shape (4, 30)"),
     (
         {"mask": MASK[0]},
-        "it must have booleans or real numbers, and the shape of the tokens, (4, 30)",
+        "it must be an array of booleans or real numbers, of shape (4, 30)",
     ),
     ({"mask": MASK * 1j}, "mask=complex128[4, 30]"),
     ({"chunk": 0}, "chunk=0"),

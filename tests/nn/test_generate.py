@@ -296,7 +296,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"temperature": 1.0}, "temperature=1.0  sampling tokens requires a key"),
     ({"top_k": 3}, "top_k=3  it has no effect at temperature 0, which chooses the likeliest token"),
     ({"lengths": np.array([0, 9])}, "each length must be from 1 to 9"),
-    ({"lengths": [3, 4]}, "lengths=[3, 4]  it must be an array of integers of shape (2,), with one length for each prompt"),
+    ({"lengths": [3, 4]}, "lengths=[3, 4]  it must be integers of shape (2,)"),
     ({"prompts": PROMPTS + 95}, ", are outside the vocabulary of size 96"),
     ({"prompts": -PROMPTS}, "are outside the vocabulary of size 96"),
     ({"stop": [3, 96]}, "stop=96  stop tokens must be from 0 to 95"),
@@ -344,7 +344,7 @@ WRONG_TOKENS: list[tuple[Any, Any, type[Exception]]] = [
 def test_positions_and_segments_that_do_not_fit(
     positions: Any, segments: Any, error: type[Exception]
 ) -> None:
-    with raises("they must be integers of shape (2, 9)", error=error) as caught:
+    with raises("it must be integers of shape (2, 9)", error=error) as caught:
         model("llama")(PROMPTS, positions, segments)
     given = {"positions": positions, "segments": segments}
     assert [one.what.partition("=")[0] for one in caught.value.problems] == [

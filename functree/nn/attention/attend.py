@@ -151,20 +151,14 @@ def _parts(given: Inputs, context: Context) -> Parts:
 def _plain(parts: Parts, window: int | None, chunk: float) -> Callable[[Inputs], Array]:
     """Build a function that computes attention for a part of a sequence, without a kernel."""
 
-    def whole(given: Inputs) -> Array:
-        query, key, value, segments, positions = given
-        return chunked(
-            query, key, value, Mask(positions, positions, segments, segments, window), chunk
-        )
-
-    def of_part(own: Inputs, whole: Inputs, first: Array) -> Array:
+    def of_part(own: Inputs, whole: Inputs, first: Array | None) -> Array:
         offset = first if own.positions is None else None
         places = own.positions, whole.positions, own.segments, whole.segments
         return chunked(own.query, whole.key, whole.value, Mask(*places, window, offset), chunk)
 
     if parts.how == "ring":
         return partial(by_ring, parts=parts, window=window, chunk=chunk)
-    return _in_parts(parts, whole, of_part)
+    return _in_parts(parts, lambda given: of_part(given, given, None), of_part)
 
 
 def _by_kernel(kernel: Kernel, parts: Parts, window: int | None) -> Callable[[Inputs], Array]:
