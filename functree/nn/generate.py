@@ -162,7 +162,7 @@ def _prompt_problems(
 ) -> list[Problem]:
     """Return the problems with prompts and lengths."""
     problems: list[Problem] = []
-    seq = prompts.shape[1]
+    batch, seq = prompts.shape
     if seq + length > model.max_seq:
         why = f"with prompts of length {seq}, rows would exceed the model's max_seq={model.max_seq}"
         remedy = "shorten the prompts, reduce `length`, or create the model with a larger max_seq"
