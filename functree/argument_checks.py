@@ -206,6 +206,7 @@ TEXTS = Takes(
 Flag = Annotated[bool, FLAG]
 Size = Annotated[int, SIZE]
 Positive = Annotated[float, POSITIVE]
+Room = Annotated[float, ROOM]
 Fraction = Annotated[float, FRACTION]
 Decay = Annotated[float, DECAY]
 Key = Annotated[PRNGKeyArray, KEY]
