@@ -334,7 +334,6 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"args": X, "layouts": {}},
         ("args=float32[64, 32]", "the arguments as a tuple", "layouts={}", "a dict from names to"),
     ),
-    "other arguments": ({"args": (LAYER,)}, ("apply: missing a required argument",)),
     "links of other mesh axes": (
         {"hardware": dataclasses.replace(HARDWARE, links={"data": 1.0, "modle": 1.0})},
         (
