@@ -184,10 +184,13 @@ def test_under_vmap() -> None:
     """The batch is hidden from the rules, and each row is computed as by itself."""
     mapped = lambda moe, x: jnp.sum(jax.vmap(lambda row: moe(row)[0])(x) * COTANGENT)  # noqa: E731
     whole = lambda moe, x: jnp.sum(moe(x)[0] * COTANGENT)  # noqa: E731
+    moe = layer(capacity=float(EXPERTS))  # JAX cannot map the products without a capacity
     with jax.default_matmul_precision("highest"):
-        wanted = jax.jit(jax.grad(whole, (0, 1)))(layer(), X)
-        with placed(layer(), X, LAYOUTS["EP, TP"], "auto") as given:
+        wanted = jax.jit(jax.grad(whole, (0, 1)))(moe, X)
+        with placed(moe, X, LAYOUTS["EP, TP"], "auto") as given:
             found = jax.jit(jax.grad(mapped, (0, 1)))(*given)
+    with pytest.raises(NotImplementedError, match="ragged_dot vmap"):
+        mapped(layer(), X)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert_close(one, np.asarray(other), 5e-6)
 
@@ -339,25 +342,16 @@ def test_configs_that_are_refused() -> None:
 
 
 @pytest.mark.parametrize("capacity", [None, 1.5])
-def test_derivatives_of_higher_order_need_a_capacity(capacity: float | None) -> None:
+def test_derivatives_of_higher_order(capacity: float | None) -> None:
     moe = layer(capacity=capacity)
 
     def total(x: jax.Array) -> jax.Array:
         return (moe(x)[0] ** 2).sum()
 
-    def tangent(x: jax.Array) -> jax.Array:
-        return jax.jvp(total, (x,), (x,))[1]
-
-    def second(x: jax.Array) -> jax.Array:
-        return jax.grad(lambda x: jax.grad(total)(x).sum())(x)
-
-    if capacity is not None:
-        shapes = jax.eval_shape(lambda x: (tangent(x), second(x)), X)
-        assert [one.shape for one in shapes] == [(), X.shape]
-        return
-    for derivative in (tangent, second):
-        with pytest.raises((TypeError, ValueError)):  # of JAX, for `jvp` when it is lowered
-            jax.jit(derivative).lower(X)
+    hessian = jax.jit(lambda x: jax.jvp(jax.grad(total), (x,), (x,))[1])(X)
+    small = 1e-3 * X
+    differences = (jax.grad(total)(X + small) - jax.grad(total)(X - small)) / 2e-3
+    np.testing.assert_allclose(hessian, differences, rtol=0.05, atol=0.02 * np.abs(hessian).max())
 
 
 def test_capacities() -> None:

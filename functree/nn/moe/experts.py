@@ -7,12 +7,11 @@ zero, and its result is added to no token.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Int
 
 from functree.devices.varying import equally_varying
@@ -146,18 +145,11 @@ class Experts(NamedTuple):
         return multiply(jax.nn.silu(gated) * raised, self.down)
 
 
-# Products of grouped rows with a matrix for each group, using `jax.lax.ragged_dot`.
-#
-# JAX cannot batch `ragged_dot` if only some of its arrays are batched, as under a `jax.vmap` over
-# tokens. A loop (`sequential_vmap`) batches its forward and backward parts instead. JAX cannot
-# differentiate such a loop, so the derivative of the product is defined here.
-
-_Rows = Float[Array, "rows size"]
-_Weights = Float[Array, "groups size out"]
-_Sizes = Int[Array, "groups"]
-
-
-def product_of_groups(x: _Rows, weights: _Weights, sizes: _Sizes) -> Float[Array, "rows out"]:
+def product_of_groups(
+    x: Float[Array, "rows size"],
+    weights: Float[Array, "groups size out"],
+    sizes: Int[Array, "groups"],
+) -> Float[Array, "rows out"]:
     """Multiply each row by the matrix of its group; rows after the last group are undefined.
 
     Args:
@@ -177,37 +169,4 @@ def product_of_groups(x: _Rows, weights: _Weights, sizes: _Sizes) -> Float[Array
     # In a shard_map, the gradient of replicated weights is a sum over devices. The transpose of the
     # cast in `equally_varying` computes this sum.
     x, weights, sizes = equally_varying(x, weights, sizes)
-    return _product(x, weights, sizes)
-
-
-@jax.custom_vjp
-def _product(x: _Rows, weights: _Weights, sizes: _Sizes) -> Float[Array, "rows out"]:
-    return _forward(x, weights, sizes)
-
-
-@sequential_vmap
-def _forward(x: _Rows, weights: _Weights, sizes: _Sizes) -> Float[Array, "rows out"]:
     return jax.lax.ragged_dot(x, weights, sizes)
-
-
-@sequential_vmap
-def _of_rows(x: _Rows, weights: _Weights, sizes: _Sizes, d: Array) -> _Rows:
-    """Compute the gradient with respect to the rows."""
-    return jax.vjp(lambda x: jax.lax.ragged_dot(x, weights, sizes), x)[1](d)[0]
-
-
-@sequential_vmap
-def _of_weights(x: _Rows, weights: _Weights, sizes: _Sizes, d: Array) -> _Weights:
-    """Compute the gradient with respect to the matrices."""
-    return jax.vjp(lambda weights: jax.lax.ragged_dot(x, weights, sizes), weights)[1](d)[0]
-
-
-def _with_residuals(x: _Rows, weights: _Weights, sizes: _Sizes) -> tuple[Array, Any]:
-    return _forward(x, weights, sizes), (x, weights, sizes)
-
-
-def _backward(residuals: Any, d: Array) -> tuple[Array, Array, None]:
-    return _of_rows(*residuals, d), _of_weights(*residuals, d), None
-
-
-_product.defvjp(_with_residuals, _backward)

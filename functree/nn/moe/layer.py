@@ -53,7 +53,8 @@ class MoE(eqx.Module):
     (tensor parallelism inside each expert) and `"embed"` (FSDP) may be sharded too. To move tokens,
     the layer needs Explicit mesh axes, or ambient `AxisRules` and an `x` with the axes "batch seq
     embed". If the sharding of `x` is unknown, as under `jax.vmap`, the compiler decides which
-    arrays move.
+    arrays move. Under `jax.vmap`, the layer needs a `capacity`, since JAX cannot map
+    `jax.lax.ragged_dot`.
 
     For `ft.offload` and other checkpoint policies, the products with `gate` and `up` are named
     `"moe_gate"` and `"moe_up"`.
