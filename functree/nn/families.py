@@ -12,7 +12,17 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from functree.argument_checks import LOCAL_FILE, TEXT, check, is_floating, is_number, is_size
+from functree.argument_checks import (
+    FLAG,
+    LOCAL_FILE,
+    POSITIVE,
+    SIZE,
+    TEXT,
+    check,
+    is_floating,
+    is_number,
+    is_size,
+)
 from functree.errors import (
     USERS_ERRORS,
     FunctreeError,
@@ -73,16 +83,16 @@ class ConfigReader:
     def size(self, name: str, default: Any = _REQUIRED) -> Any:
         """Read a field with a positive integer; with a default of None, null is accepted too."""
         if default is None:
-            return self(name, "a positive integer or null", _is_size_or_none, None)
+            return self(name, "a positive integer or null", SIZE.or_none().fits, None)
         return self(name, "a positive integer", is_size, default)
 
     def number(self, name: str, default: float) -> float:
         """Read a field with a positive number."""
-        return self(name, "a positive number", _is_positive, default)
+        return self(name, "a positive number", POSITIVE.fits, default)
 
     def flag(self, name: str, default: bool) -> bool:
         """Read a boolean field."""
-        return self(name, "true or false", lambda value: isinstance(value, bool), default)
+        return self(name, "true or false", FLAG.fits, default)
 
     def only(self, name: str, value: Any, *others: Any) -> None:
         """Accept only the given values for a field; the first value is the default."""
@@ -108,14 +118,6 @@ _NEW_FIELD = (
     'if the field does not affect the result, accept it with `read.only("...", ...)` in your own '
     'family, `ft.nn.families["..."]`'
 )
-
-
-def _is_size_or_none(value: Any) -> bool:
-    return value is None or is_size(value)
-
-
-def _is_positive(value: Any) -> bool:
-    return is_number(value) and value > 0
 
 
 def _is_token(value: Any) -> bool:
@@ -229,7 +231,7 @@ def _rotation(value: Any) -> tuple[float | None, Llama3Rope | None] | None:
     # Some files have both "type" and "rope_type"; older files have only "type".
     older = given.pop("type", None)
     kind = given.pop("rope_type", older)
-    if not all(map(_is_positive, given.values())):
+    if not all(map(POSITIVE.fits, given.values())):
         return None
     theta = given.pop("rope_theta", None)
     if kind in ("default", None) and not given:
@@ -252,7 +254,7 @@ def _llama(read: ConfigReader) -> dict[str, Any]:
 
 def _mistral(read: ConfigReader) -> dict[str, Any]:
     # Required, since an absent window means 4,096 in Hugging Face's class.
-    window = read("sliding_window", "a positive integer or null", _is_size_or_none)
+    window = read("sliding_window", "a positive integer or null", SIZE.or_none().fits)
     return {**_common(read, "Mistral"), "window": window}
 
 

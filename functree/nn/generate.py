@@ -45,12 +45,12 @@ _PROMPTS = Takes(
     "an array of integers of shape (batch, seq), with at least one token",
     lambda x: is_integers(x) and x.ndim == 2 and x.size > 0,
 )
+_PAD = Takes("an integer that fits in int32", POSITION.fits, lambda pad: -(2**31) <= pad < 2**31)
 _STOP = Takes("a token, or several tokens", POSITIONS.fits)
 # The minimum padded length of prompts. Lengths of 1, 2, 4 and 8 would need separate programs.
 _LEAST = 16
 # Dividing by a smaller temperature would make logits infinite in float32.
 _LEAST_TEMPERATURE = 1e-30
-_INT32 = np.iinfo(np.int32)
 
 IntArray = Int[Array | np.ndarray, "..."]
 
@@ -86,7 +86,7 @@ def generate(
     top_k: Size | None = None,
     top_p: Fraction | None = None,
     stop: Annotated[int | Sequence[int], _STOP] | None = None,
-    pad: Annotated[int, POSITION] = 0,
+    pad: Annotated[int, _PAD] = 0,
 ) -> Int[Array, "batch seq"]:
     """Continue prompts token by token, with a cache of keys and values.
 
@@ -132,7 +132,7 @@ def generate(
     # Stop tokens are kept as Python integers, which do not overflow.
     stops = np.asarray([] if stop is None else stop, object).reshape(-1)
     problems = _prompt_problems(model, vocab, prompts, length, lengths)
-    problems += _option_problems(vocab, key, temperature, top_k, top_p, stops, pad)
+    problems += _option_problems(vocab, key, temperature, top_k, top_p, stops)
     if problems:
         raise FunctreeValueError("generate: invalid arguments", problems)
     sampling = Sampling(
@@ -190,7 +190,6 @@ def _option_problems(
     top_k: int | None,
     top_p: float | None,
     stops: np.ndarray,
-    pad: int,
 ) -> list[Problem]:
     """Return the problems with the options."""
     problems: list[Problem] = []
@@ -198,8 +197,6 @@ def _option_problems(
         if not 0 <= stop < vocab:
             why = f"stop tokens must be from 0 to {vocab - 1}"
             problems.append(Problem(None, None, f"stop={stop}", why))
-    if not _INT32.min <= pad <= _INT32.max:
-        problems.append(Problem(None, None, f"pad={pad}", "it must fit in int32"))
     if temperature and key is None:
         what, why = f"temperature={temperature}", "sampling tokens requires a key"
         problems.append(Problem(None, None, what, why, "pass key=jax.random.key(0)"))

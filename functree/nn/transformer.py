@@ -16,9 +16,8 @@ from functree.argument_checks import (
     check,
     checked,
     is_integers,
-    shown,
 )
-from functree.errors import FunctreeValueError, Problem, count
+from functree.errors import FunctreeValueError, count
 from functree.layout.plan.notebook import ShownByPlan
 from functree.nn.activations import activation, inputs, unsharded_sequence
 from functree.nn.attention.attend import next_positions
@@ -388,7 +387,6 @@ TOKENS = Takes(
     "an array of integers with a sequence dimension",
     lambda x: is_integers(x) and x.ndim > 0,
 )
-_CACHE = Takes("an `ft.nn.Cache`", lambda value: isinstance(value, Cache))
 _HEADLINE = "Transformer: invalid inputs"
 
 
@@ -437,18 +435,16 @@ def integers(*shapes: tuple[int, ...]) -> Takes:
 
 def check_cache(model: Transformer, tokens: Tokens, cache: Cache) -> None:
     """Raise a FunctreeError if a cache does not fit a model and its next tokens."""
-    check(_HEADLINE, cache=(cache, _CACHE))
-    problems: list[Problem] = []
+    fitting = Takes(
+        "an `ft.nn.Cache` for the model's layers, heads and compute_dtype, as "
+        "`ft.nn.Cache.create(model, ...)` creates it",
+        lambda value: isinstance(value, Cache),
+        lambda value: value.fits(model),
+    )
+    check(_HEADLINE, cache=(cache, fitting))
     rows = cache.filled.shape[0]
     if tokens.ndim != 2 or tokens.shape[0] != rows:
-        why = f"the shape must be ({rows}, seq), since the cache has {count(rows, 'row')}"
-        problems.append(Problem(None, None, f"tokens of shape {tokens.shape}", why))
-    if not cache.fits(model):
-        what, why = (
-            f"cache.key={shown(cache.key)}",
-            "it does not fit the model's layers, heads or compute_dtype",
+        raise FunctreeValueError(
+            f"Transformer: tokens of shape {tokens.shape} must have the shape ({rows}, seq), since "
+            f"the cache has {count(rows, 'row')}"
         )
-        remedy = "create the cache with `ft.nn.Cache.create(model, ...)`"
-        problems.append(Problem(None, None, what, why, remedy))
-    if problems:
-        raise FunctreeValueError(_HEADLINE, problems)

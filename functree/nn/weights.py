@@ -156,22 +156,6 @@ def product(
     return multiply(x, weight, ((last, first), ((), ())), **options).astype(x.dtype)
 
 
-def product_of_each(
-    x: Float[Array, "experts rows size"],
-    weight: Float[Array, "experts size out"],
-    dot_general: DotGeneral | None = None,
-) -> Float[Array, "experts rows out"]:
-    """Multiply the activations and weights of several experts, on one device's shards.
-
-    Examples:
-        >>> from functree.nn.weights import product_of_each
-        >>> product_of_each(jnp.ones((2, 3, 8)), jnp.ones((2, 8, 4))).shape
-        (2, 3, 4)
-    """
-    multiply = jax.lax.dot_general if dot_general is None else dot_general
-    return multiply(x, weight, (((2,), (1,)), ((0,), (0,)))).astype(x.dtype)
-
-
 def rows(
     table: Float[Array, "vocab embed"], index: Int[Array, "*batch"]
 ) -> Float[Array, "*batch embed"]:

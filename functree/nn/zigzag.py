@@ -1,6 +1,6 @@
 """`zigzag` reorders a sequence to balance the work of causal attention across its parts."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -62,17 +62,12 @@ def zigzag(
     first = np.arange(pieces // 2)
     order = np.stack([first, pieces - 1 - first], 1).reshape(-1)
     index = np.arange(seq, dtype=np.int32).reshape(pieces, -1)[order].reshape(-1)
-    return _ordered(x, index), jnp.asarray(index)
-
-
-def _ordered(x: Any, index: np.ndarray) -> Any:
-    if isinstance(x, np.ndarray):
-        return x[:, index]
     # JAX cannot look up along a dimension that the type of `x` shards. Resharding `x` first would
     # move all tokens.
-    if explicit_mesh(x) is not None and mesh_axes(entries_of(x)[1]):
+    array: Any = x
+    if explicit_mesh(array) is not None and mesh_axes(entries_of(array)[1]):
         raise FunctreeValueError(
             f"zigzag: the sequence of {shown(x)} is already sharded. Call `zigzag` before "
             "you place the array"
         )
-    return jnp.take(x, index, axis=1)
+    return array[:, index], jnp.asarray(index)

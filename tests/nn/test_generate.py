@@ -300,7 +300,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prompts": PROMPTS + 95}, ", are outside the vocabulary of size 96"),
     ({"prompts": -PROMPTS}, "are outside the vocabulary of size 96"),
     ({"stop": [3, 96]}, "stop=96  stop tokens must be from 0 to 95"),
-    ({"pad": 2**31}, f"pad={2**31}  it must fit in int32"),
+    ({"pad": 2**31}, f"pad={2**31}  it must be an integer that fits in int32"),
     ({"stop": "end"}, "it must be a token, or several tokens"),
     ({"prompts": PROMPTS[0]}, "it must be an array of integers of shape (batch, seq), with at least one token"),
 ]  # fmt: skip
@@ -316,7 +316,7 @@ def test_what_cannot_be_continued(given: dict[str, Any], why: str) -> None:
 
 def test_what_does_not_go_with_a_cache() -> None:
     cache = ft.nn.Cache.create(model("llama"), 2, 12)
-    with raises("must be (2, seq), since the cache has 2 rows"):
+    with raises("must have the shape (2, seq), since the cache has 2 rows"):
         model("llama").decode(PROMPTS[:1], cache)
     with raises("length=65 exceeds the model's max_seq=64"):
         ft.nn.Cache.create(model("llama"), 2, 65)
@@ -324,9 +324,8 @@ def test_what_does_not_go_with_a_cache() -> None:
     foreign = jax.eval_shape(
         lambda: ft.nn.Cache.create(ft.nn.Transformer.create(other, key=jax.random.key(0)), 2, 12)
     )
-    with raises("it does not fit the model's layers, heads or compute_dtype") as error:
+    with raises("an `ft.nn.Cache` for the model's layers, heads and compute_dtype"):
         model("llama").decode(PROMPTS, foreign)
-    assert "cache.key=float32[2, 2, 12, 4, 8]" in str(error.value)
 
 
 FLOATS, SHORT = np.zeros((2, 9)), np.zeros((2, 8), int)

@@ -229,8 +229,18 @@ class Attention(eqx.Module):
         """
         if not in_order:
             check_order(positions)
-        heads = self._heads(x, positions)
-        return self._result(self._attend(*heads, segments, None if in_order else positions))
+        query, key, value = self._heads(x, positions)
+        mixed = attend(
+            query,
+            key,
+            value,
+            implementation=self.attention,
+            window=self.window,
+            segments=segments,
+            positions=None if in_order else positions,
+            context=self.context,
+        )
+        return self._result(mixed)
 
     def decode(
         self,
@@ -256,7 +266,14 @@ class Attention(eqx.Module):
         # If the cache has no slots, `x` is a prompt. No tokens come before a prompt, so a kernel
         # can compute its attention from the prompt's own keys and values.
         if not cache[0].shape[1]:
-            mixed = self._attend(query, key, value)
+            mixed = attend(
+                query,
+                key,
+                value,
+                implementation=self.attention,
+                window=self.window,
+                context=self.context,
+            )
         else:
             mixed = attend_cached(query, key, value, *cache, filled, window=self.window)
         return self._result(mixed), (key, value)
@@ -279,25 +296,6 @@ class Attention(eqx.Module):
             checkpoint_name(activation(query, "batch seq heads head_dim"), "attn_query"),
             checkpoint_name(activation(key, "batch seq kv_heads head_dim"), "attn_key"),
             checkpoint_name(activation(value, "batch seq kv_heads head_dim"), "attn_value"),
-        )
-
-    def _attend(
-        self,
-        query: Array,
-        key: Array,
-        value: Array,
-        segments: Segments = None,
-        positions: Positions = None,
-    ) -> Float[Array, "*batch seq heads head_dim"]:
-        return attend(
-            query,
-            key,
-            value,
-            implementation=self.attention,
-            window=self.window,
-            segments=segments,
-            positions=positions,
-            context=self.context,
         )
 
     def _result(

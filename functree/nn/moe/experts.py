@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from functree.devices.varying import equally_varying
-from functree.nn.weights import DotGeneral, product_of_each
+from functree.nn.weights import DotGeneral
 
 
 class Sorted(NamedTuple):
@@ -104,7 +104,9 @@ class Experts(NamedTuple):
 
     def of_slots(self, rows: Float[Array, "experts rows embed"]) -> Array:
         """Compute the result of each row, if all experts have the same number of rows."""
-        return self._of_rows(rows, lambda x, w: product_of_each(x, w, self.dot_general))
+        multiply = jax.lax.dot_general if self.dot_general is None else self.dot_general
+        dims = ((2,), (1,)), ((0,), (0,))
+        return self._of_rows(rows, lambda x, weight: multiply(x, weight, dims).astype(x.dtype))
 
     def of_groups(
         self, rows: Float[Array, "rows embed"], sizes: Int[Array, "experts"]
