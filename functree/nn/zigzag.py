@@ -1,6 +1,6 @@
 """`zigzag` reorders a sequence to balance the work of causal attention across its parts."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
