@@ -232,10 +232,14 @@ def test_a_derivative_rule_that_constrains_has_the_rules_of_the_caller():
     assert_lies(ft.jit(jax.grad(f), rules=rules, mesh=MESH)(x), "data", "model")
 
 
-def test_a_result_that_depends_on_no_argument_has_the_mesh_of_the_function():
+def test_a_function_whose_mesh_would_be_lost():
     x = jax.device_put(Y, NamedSharding(MESH, P("data", "model")))
+    f = ft.jit(lambda x: ft.constrain(jnp.zeros((8, 8)), P("data", "model")))
+    assert_lies(f(x), "data", "model")
+    told = "its result depends on no argument on that mesh", "pass `mesh=`"
+    with raises(*told, error=ft.ShardingError):
+        jax.jit(lambda x: f(x))(x)
     g = ft.jit(lambda x: ft.constrain(jnp.zeros((8, 8)), P("data", "model")), mesh=MESH)
-    assert_lies(g(x), "data", "model")
     assert_lies(jax.jit(lambda x: g(x))(x), "data", "model")
 
 

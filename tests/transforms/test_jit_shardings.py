@@ -393,6 +393,12 @@ def test_an_error_of_jax_names_the_users_line():
         ft.jit(body)(jnp.ones(2), jnp.ones(2))
 
 
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+def test_a_function_that_uses_no_argument_runs_where_they_lie(explicit: bool):
+    x = ft.shard(jnp.ones((8, 4)), P("data"), ft.make_mesh(data=2, model=4, explicit=explicit))
+    assert ft.jit(lambda x: jnp.ones_like(x))(x).sharding.device_set == x.sharding.device_set
+
+
 # An optimizer's state
 
 

@@ -87,8 +87,7 @@ def jit(
             compiler chooses the shardings, but a part that replaces a donated argument keeps the
             shardings of that argument.
         mesh: the mesh of the body. The default is the current mesh, or otherwise the mesh of the
-            arguments. JAX drops unused arguments, with their mesh: pass `mesh=` for a function
-            whose result depends on no argument.
+            arguments.
         rules: the ambient rules in the body, as if it ran under `ft.axis_rules`. They also place
             uncommitted arguments that have no entry in `in_shardings`. Leaves of modules and of
             training states are placed as `ft.shard` would place them. An array that is itself an

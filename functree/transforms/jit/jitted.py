@@ -8,11 +8,13 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 
 import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.stages import Traced
 from jax.tree_util import tree_map
 
 from functree.calls.body import Arguments, Body, donated_indices
@@ -29,7 +31,7 @@ from functree.calls.parameter_layouts import ParameterLayouts
 from functree.calls.program import Program, Shardings, make_program
 from functree.calls.signature import Args, Kwargs
 from functree.calls.static_arguments import opened
-from functree.devices.meshes import current_mesh, tracing, without_devices
+from functree.devices.meshes import NO_MESH, current_mesh, tracing, without_devices
 from functree.devices.placement import (
     first_mesh,
     is_concrete,
@@ -38,7 +40,7 @@ from functree.devices.placement import (
     sharding_text,
     with_devices_of,
 )
-from functree.errors import listed, warn
+from functree.errors import ShardingError, listed, warn
 from functree.layout.layout import Layout, LayoutTree
 from functree.layout.state_sharding import has_filters
 from functree.placing.ambient import Surroundings
@@ -263,7 +265,7 @@ class Jit(Function[_P, _T]):
             return program
         warn_constants(name, self._partial.fun, traced)
         warn_grouped_convolutions(name, traced, surroundings.mesh)
-        return program
+        return program if of_arguments is None else _on_mesh(program, traced, of_arguments)
 
     def _mesh(self, arrays: Sequence[AnyArray]) -> Mesh | AbstractMesh | None:
         """Return the mesh of a call, or None if the call's arguments determine the mesh."""
@@ -351,6 +353,37 @@ def _is_spread(array: AnyArray) -> bool:
     """
     has_value = not isinstance(array, Tracer | jax.ShapeDtypeStruct)
     return has_value and is_unplaced(array) and array.ndim > 0
+
+
+def _uses_mesh(jaxpr: Any) -> bool:
+    """Return whether the result of a function depends on an argument that is on a mesh."""
+    needed = {id(x) for x in jaxpr.outvars}
+    for equation in reversed(jaxpr.eqns):
+        if equation.effects or any(id(x) in needed for x in equation.outvars):
+            needed.update(map(id, equation.invars))
+    return any(id(x) in needed and not x.aval.sharding.mesh.empty for x in jaxpr.invars)
+
+
+def _on_mesh(program: Program, traced: Traced, mesh: Mesh | AbstractMesh) -> Program:
+    """Make a program run on the mesh of its arguments, even if its result depends on none of them.
+
+    JAX drops unused arguments, and takes the devices from the remaining arguments. If it dropped
+    all arguments on the mesh, the program would run on the default device.
+
+    Raises:
+        ShardingError: if the mesh is abstract, and a constraint would have no effect.
+    """
+    if _uses_mesh(traced.jaxpr.jaxpr):
+        return program
+    if isinstance(mesh, Mesh):
+        return replace(program, entered=mesh)
+    if "sharding_constraint" in str(traced.jaxpr):
+        raise ShardingError(
+            f"{program.name} constrains arrays on the mesh of its arguments, but its result "
+            "depends on no argument on that mesh. JAX drops unused arguments, and the constraints "
+            f"with them: {NO_MESH}, where `mesh` is a `Mesh`"
+        )
+    return program
 
 
 # Packed trees
