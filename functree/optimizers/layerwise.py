@@ -45,8 +45,7 @@ def layerwise(tx: optax.GradientTransformation) -> optax.GradientTransformationE
     Transforms that combine all leaves, such as clipping by the global norm, belong outside:
     `optax.chain(optax.clip_by_global_norm(1.0), ft.layerwise(optax.adafactor(1e-3)))`. The same
     applies to transforms that draw random numbers. `masked`, `multi_transform`, `MultiSteps` and
-    `inject_hyperparams` may be outside or inside. If a stack's array is the only parameter, a
-    global norm cannot be told from the norm of a layer.
+    `inject_hyperparams` may be outside or inside.
 
     If the parameters are on several devices, `init` shards the state that has a parameter's shape
     like the parameter. For other state, such as adafactor's statistics, use `ft.init_optimizer`.
@@ -168,7 +167,9 @@ def _problems(
         others.append(jax.ShapeDtypeStruct(array.shape[len(stack) :], array.dtype))
 
     def layers(leaves: Leaves) -> Tree:
-        return single_layers(leaves).tree(lambda leaf: leaf.value)
+        layer = single_layers(leaves).tree(lambda leaf: leaf.value)
+        # With a single array, only a second layer tells a global norm from the norm of a layer.
+        return (layer, layer) if len(stacks) == 1 else layer
 
     given = layers(updates), None if params is None else layers(params), more.fill(others)
     try:
@@ -182,6 +183,9 @@ def _problems(
         problems.append(Problem(None, None, "the optimizer's update", why, _NO_RANDOM))
     outputs = zip(traced.outputs, traced.depends_on(), traced.program.out_avals, strict=True)
     for (path, owner), on, type_ in outputs:
+        if len(stacks) == 1 and on - {owner}:
+            why = "its update depends on other layers of the stack"
+            return [array_problem(next(iter(stacks)), type_, why, _OUTSIDE)]
         names = [f"`{parameter}`" for parameter in stacks if parameter in on - {owner}]
         if names and any(stacks[parameter] for parameter in stacks if parameter in on):
             what = "this leaf of the optimizer's state"

@@ -1,5 +1,6 @@
 """`ft.layerwise` for every optimizer that optax exports: stacks against lists of their layers."""
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -174,12 +175,22 @@ def test_layers_are_updated_as_if_they_were_apart(name: str):
         assert all(np.array_equal(same[path], x) for path, x in want_updates.items())
 
 
-@pytest.mark.parametrize("name", sorted(ACROSS))
-@pytest.mark.parametrize("model", ["with a plain leaf", "stacks alone"])
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        *itertools.product(sorted(ACROSS), ["with a plain leaf", "stacks alone"]),
+        # Line searches take functions and trees of the model's structure, which JAX cannot map.
+        *((name, "one array alone") for name in sorted(ACROSS.difference(LINESEARCHES))),
+    ],
+)
 def test_what_looks_at_all_leaves_is_refused(name: str, model: str):
     tree, gradients = MODEL, GRADIENTS
     if model != "with a plain leaf":
         tree, gradients = MODEL.blocks, [one.blocks for one in GRADIENTS]
+    if model == "one array alone":
+        tree, *gradients = (
+            eqx.tree_at(lambda m: m.layer.b, one, None) for one in (tree, gradients[0])
+        )
     with pytest.raises(ft.FunctreeError) as caught:
         results(ft.layerwise(optimizer(name)), name, tree, gradients)
     text = str(caught.value)
