@@ -120,8 +120,16 @@ class Checkpoints:
         Raises:
             CheckpointError: if the folder cannot be read.
         """
+        found: list[int] = []
         with files(f"{self.folder} cannot be read"):
-            return tuple(steps_with_manifest(self._folder, named_steps(self._folder)))
+            for _ in range(_LOOKS):
+                listed = named_steps(self._folder)
+                # While the listed steps are checked, another process may remove them all because of
+                # `keep`. In that case, newer steps exist.
+                found = steps_with_manifest(self._folder, listed)
+                if found or not listed:
+                    break
+        return tuple(found)
 
     @property
     def latest(self) -> int | None:
@@ -318,3 +326,7 @@ def _report() -> None:
                 f"{path} was not saved, since the program ended inside `with Checkpoints`: leave "
                 f"the block first, or call `wait()` ({error})"
             )
+
+
+# The maximum number of times that the steps are listed, if all are removed before they are checked.
+_LOOKS = 3
