@@ -144,9 +144,6 @@ def refuse_deleted(
     name: str,
     paths: Sequence[Path],
     arrays: Sequence[Any],
-    what: str = "argument",
-    *,
-    whole: bool = True,
 ) -> FunctreeError:
     """Build the error that lists the paths of deleted arrays.
 
@@ -156,8 +153,6 @@ def refuse_deleted(
         name: the function that reads the values, for the message.
         paths: the paths of the arrays. Each begins with an argument's name or a tree's key.
         arrays: all arrays, including arrays that are not deleted.
-        what: the noun for a deleted array in the message.
-        whole: whether `arrays` contains all arrays of each argument. If not, each path is listed.
     """
     given: dict[Path, list[tuple[Path, Any]]] = {}
     for path, array in zip(paths, arrays, strict=True):
@@ -165,12 +160,10 @@ def refuse_deleted(
     problems: list[Problem] = []
     for argument, several in given.items():
         gone = [(path, array) for path, array in several if is_deleted(array)]
-        if whole and argument and len(gone) == len(several) > 1:
+        if argument and len(gone) == len(several) > 1:
             number = count(len(gone), "array")
             problems.append(Problem(argument, None, number, "are all deleted", _REMEDY))
         else:
             problems += [array_problem(path, array, "is deleted", _REMEDY) for path, array in gone]
     verb = "is" if len(problems) == 1 else "are"
-    noun, *rest = what.split(" ", 1)  # "array" from "array of `like`"
-    subject = " ".join((count(len(problems), noun), *rest))
-    return FunctreeError(f"{name}: {subject} {verb} deleted", problems)
+    return FunctreeError(f"{name}: {count(len(problems), 'argument')} {verb} deleted", problems)

@@ -72,9 +72,6 @@ def test_the_record_of_a_whole_argument() -> None:
     paths = [ft.Path(("ts", i)) for i in range(122)]
     (problem,) = refuse_deleted("step", paths, [GONE] * 122).problems
     assert problem[:4] == (ft.Path(("ts",)), None, "122 arrays", "are all deleted")
-    # What is not whole is never said to be all.
-    error = refuse_deleted("step", paths[:2], [GONE] * 2, whole=False)
-    assert [problem.path for problem in error.problems] == paths[:2]
 
 
 # The doors
