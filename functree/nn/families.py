@@ -470,8 +470,8 @@ def config_from_json(path: str | Path, **fields: Any) -> TransformerConfig:
         >>> config = ft.nn.config_from_json("no such folder")
         Traceback (most recent call last):
             ...
-        functree.errors.FunctreeError: no such folder/config.json cannot be
-        read: No such file or directory
+        functree.errors.FunctreeError: no such folder/config.json: there is no
+        such file
     """
     check("config_from_json: invalid arguments", path=(path, LOCAL_FILE))
     return read_config(path, fields).config
@@ -539,6 +539,8 @@ def _read_file(path: str | Path) -> tuple[Path, dict[str, Any]]:
     if file.suffix != ".json":
         file /= "config.json"
     try:
+        if not file.is_file():  # reading a pipe would wait for a writer
+            raise FunctreeError(f"{file}: there is no such file")
         given = parsed(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise FunctreeError(f"{file} cannot be read: {error.strerror}") from error
