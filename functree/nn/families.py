@@ -12,17 +12,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from functree.argument_checks import (
-    FLAG,
-    LOCAL_FILE,
-    POSITIVE,
-    SIZE,
-    TEXT,
-    check,
-    is_floating,
-    is_number,
-    is_size,
-)
+from functree.argument_checks import LOCAL_FILE, POSITIVE, SIZE, TEXT, check, is_floating, is_number
 from functree.errors import (
     USERS_ERRORS,
     FunctreeError,
@@ -84,7 +74,7 @@ class ConfigReader:
         """Read a field with a positive integer; with a default of None, null is accepted too."""
         if default is None:
             return self(name, "a positive integer or null", SIZE.or_none().fits, None)
-        return self(name, "a positive integer", is_size, default)
+        return self(name, "a positive integer", SIZE.fits, default)
 
     def number(self, name: str, default: float) -> float:
         """Read a field with a positive number."""
@@ -92,7 +82,7 @@ class ConfigReader:
 
     def flag(self, name: str, default: bool) -> bool:
         """Read a boolean field."""
-        return self(name, "true or false", FLAG.fits, default)
+        return self(name, "true or false", lambda value: isinstance(value, bool), default)
 
     def only(self, name: str, value: Any, *others: Any) -> None:
         """Accept only the given values for a field; the first value is the default."""
@@ -239,7 +229,7 @@ def _rotation(value: Any) -> tuple[float | None, Llama3Rope | None] | None:
     if kind != "llama3" or given.keys() != set(LLAMA_3):
         return None
     factor, low, high, original = (given[name] for name in LLAMA_3)
-    if low >= high or not is_size(original):
+    if low >= high or not SIZE.fits(original):
         return None
     return theta, Llama3Rope(factor, low, high, original)
 
