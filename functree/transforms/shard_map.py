@@ -292,12 +292,16 @@ class Mapped(Function[_P, _T]):
         if mesh is None:
             raise ShardingError(f"{name}: there is no mesh: {NO_MESH}")
         view = mesh_view(mesh)
-        if outer.manual_axes:
-            if dict(mesh.shape) != dict(outer.shape):
-                raise ShardingError(
-                    f"{name}: its mesh is {view}, but it is called inside a shard_map over "
-                    f"{mesh_view(outer)}: leave `mesh=` out"
-                )
+        inside = bool(outer.manual_axes)
+        # JAX's own message would mention a context that the user did not enter.
+        is_lost = tracing() and not outer.empty and outer.size != mesh.size
+        if is_lost or (inside and dict(mesh.shape) != dict(outer.shape)):
+            where = "inside a shard_map over" if inside else "under the mesh"
+            raise ShardingError(
+                f"{name}: its mesh is {view}, but it is called {where} {mesh_view(outer)}: "
+                "leave `mesh=` out"
+            )
+        if inside:
             mesh = outer  # it records which axes are Manual
         free = [axis for axis in mesh.axis_names if axis not in outer.manual_axes]
         wanted = self._options.axis_names or free
