@@ -172,7 +172,7 @@ def test_a_stack_of_layers_with_such_nodes():
     def layer(key: jax.Array) -> Any:
         return ft.nn.Sequential([Scaled(ArraysOnly(jax.random.normal(key, (4,)), (4,)))])
 
-    layers = ft.stack(layer, 3, jax.random.key(0))
+    layers = ft.Stacked(jax.vmap(layer)(jax.random.split(jax.random.key(0), 3)))
     x = jnp.ones(4)
     np.testing.assert_allclose(layers(x), layers.scan(x), rtol=1e-6)
 
