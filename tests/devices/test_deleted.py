@@ -132,7 +132,7 @@ DOORS: dict[str, tuple[str, str, Callable[[Dense], Any]]] = {
     "jit": ("total", "layer.bias", ft.jit(total)),
     "jit, lowered": ("total", "layer.bias", lambda m: ft.jit(total).lower(m)),
     "init": ("same", "m.bias", lambda m: ft.init(same, RULES, MESH)(m)),
-    "init_optimizer": ("init_fn", "params.bias", lambda m: ft.init_optimizer(TX, m, RULES, MESH)),
+    "init_optimizer": ("init", "params.bias", lambda m: ft.init_optimizer(TX, m, RULES, MESH)),
     "shard_map": ("same", "m.bias", lambda m: ft.shard_map(same, mesh=MESH, rules=RULES)(m)),
     "TrainState": ("TrainState.create", "model.bias", lambda m: ft.TrainState.create(m, TX)),
     "apply_gradients": ("apply_gradients", "grads.bias", lambda m: ft.apply_gradients(STATE, m)),

@@ -315,7 +315,7 @@ def test_silent_failure_21_an_array_that_is_committed_to_another_sharding(transf
     if transform in CALLED:
         with raises(
             "x   f32[8, 8]",
-            "is sharded P(None, 'data'), but `in_shardings` specifies P('data', 'model')",
+            "is sharded P(None, 'data') on (data=2, model=4), but `in_shardings` specifies",
         ):
             TRANSFORMS[transform](f, x, MESH)
     else:

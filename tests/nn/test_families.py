@@ -199,7 +199,7 @@ def test_all_problems_at_once(tmp_path: Path) -> None:
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
-    with raises("config.json cannot be read: No such file", error=ft.FunctreeError):
+    with raises("config.json: there is no such file", error=ft.FunctreeError):
         ft.nn.config_from_json(tmp_path)
     for text, said in (("{", "config.json is not JSON: "), ("[]", "must contain a JSON object")):
         (tmp_path / "config.json").write_text(text)

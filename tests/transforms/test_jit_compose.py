@@ -14,6 +14,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import functree as ft
+from tests.lib.checks import raises
 from tests.lib.meshes import EXPLICIT, MESH, assert_lies
 from tests.lib.trees import MLP
 
