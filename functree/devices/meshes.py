@@ -181,7 +181,18 @@ _DEVICES = jax.make_user_context(None)
 
 @contextmanager
 def traced_under(mesh: Mesh | AbstractMesh) -> Iterator[None]:
-    """Make a mesh and its devices, if any, current while a function is traced."""
+    """Make a mesh and its devices, if any, current while a function is traced.
+
+    Raises:
+        ShardingError: if the mesh of an outer trace has a different number of devices.
+    """
+    outer = jax.sharding.get_abstract_mesh()
+    # JAX's own message would mention a context that the user did not enter.
+    if tracing() and not outer.empty and outer.size != mesh.size:
+        raise ShardingError(
+            f"a function on mesh {mesh_view(mesh)} is called in a function on mesh "
+            f"{mesh_view(outer)}: one program has one number of devices, so leave `mesh=` out"
+        )
     with ExitStack() as stack:
         stack.enter_context(jax.sharding.use_abstract_mesh(abstract_mesh(mesh)))
         if isinstance(mesh, Mesh):

@@ -6,7 +6,7 @@ A function, jitted or not, and its arguments ─► the `Ledger` of the compiled
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import groupby
 from numbers import Number
 from typing import Any, NamedTuple
@@ -379,7 +379,7 @@ def _paths_in_call(
     # Equinox uses this function to pass the leaves to JAX, in Equinox's own order.
     preprocess = getattr(wrapped, "preprocess", None)
     if preprocess is None:
-        return _by_order(lowered, _given(fn, args, kwargs))
+        return _by_order(lowered, list(_given(fn, args, kwargs)))
     # A new array marks each leaf, since one array may be at several paths.
     args, kwargs = tree_map(lambda x: np.empty(0) if is_array(x) else x, (tuple(args), kwargs))
     paths = {id(given.leaf): given.path for given in _given(fn, args, kwargs)}
@@ -408,27 +408,29 @@ def _leaves(argument: int | str, beginning: Beginning, value: Tree) -> Iterator[
         yield _Given(argument, Path((*beginning, *Path.of(path))), leaf)
 
 
-def _by_order(lowered: Lowered, call: Iterable[_Given]) -> dict[Path, Path]:
+def _by_order(lowered: Lowered, call: Sequence[_Given]) -> dict[Path, Path]:
     """Map JAX's paths to the call's paths by position, if both list the leaves in the same order.
 
-    If the orders differ, the map is empty. Flax passes each array once, and JAX also traces Python
-    numbers, except in static arguments.
+    If the orders differ, the map is empty. Paths in Flax's modules can be mapped too, although JAX
+    gets a variable at several paths only once.
     """
     entries, _ = tree_flatten_with_path(lowered.in_avals)
     paths = [Path.of(path) for path, _ in entries]
     wanted = _form([path[:2] for path in paths], [aval for _, aval in entries])
-    traced: list[_Given] = []
-    seen: set[int] = set()
-    for given in call:
-        is_new = is_array(given.leaf) and id(given.leaf) not in seen
-        seen.add(id(given.leaf))
-        if is_new or isinstance(given.leaf, Number):
-            traced.append(given)
-    for leaves in (traced, [given for given in traced if is_array(given.leaf)]):
+    # JAX also traces Python numbers, except in static arguments.
+    arrays = [given for given in call if is_array(given.leaf)]
+    traced = [given for given in call if is_array(given.leaf) or isinstance(given.leaf, Number)]
+    for leaves in (traced, arrays, _once(traced), _once(arrays)):
         # If no form matches, JAX has different leaves, so the paths stay unknown.
         if _form([given.argument for given in leaves], [given.leaf for given in leaves]) == wanted:
             return dict(zip(paths, [given.path for given in leaves], strict=True))
     return {}
+
+
+def _once(given: Sequence[_Given]) -> list[_Given]:
+    """Return the leaves, with each array only at its first path."""
+    first = {id(entry.leaf): entry for entry in reversed(given) if is_array(entry.leaf)}
+    return [entry for entry in given if first.get(id(entry.leaf), entry) is entry]
 
 
 def _form(arguments: Sequence[Hashable], leaves: Sequence[object]) -> tuple[object, ...]:
