@@ -115,7 +115,6 @@ def explore(
         exploration.hardware,
         exploration.called,
         target,
-        tuple(exploration.notes()),
     )
 
 
@@ -150,16 +149,6 @@ class _Exploration:
     def called(self) -> str:
         """The name of the hardware in the ranking."""
         return GIVEN if self._is_given else self._kind.name
-
-    def notes(self) -> list[str]:
-        """Return the notes above the figures."""
-        if self._target is not None:
-            return []
-        platform = jax.devices()[0].platform.upper()
-        return [
-            f"compiled for this machine's {platform} devices: programs for other devices may "
-            "differ, so give a target"
-        ]
 
     def run(self, wanted: Sequence[Trial], progress: bool) -> list[Candidate]:
         """Return the candidates; those that may fit are compiled."""

@@ -1,23 +1,16 @@
 """A `Ranking` holds an exploration's candidates, best first, and renders text, HTML and JSON."""
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import html
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from functree.compiled.ledger import Ledger
-from functree.errors import Problem, count, listed, path_text, problem_groups
+from functree.devices.specs import mesh_axes
+from functree.errors import Problem, count, listed, problem_groups
 from functree.explorer.hardware import Hardware, MeshAxes
 from functree.layout.layout import LayoutTree
-from functree.report.page import (
-    Segment,
-    bar_html,
-    code,
-    notes_html,
-    report_html,
-    section_html,
-    table_html,
-)
+from functree.report.json_text import json_of
+from functree.report.page import code, notes_html, report_html, section_html, table_html
 from functree.report.table import (
     INDENT,
     WIDTH,
@@ -98,14 +91,12 @@ class Ranking:
         hardware: the figures used for the score.
         kind: the kind of accelerator with these figures, or `the given hardware`.
         target: the target of the compilation; None for the devices of this machine.
-        notes: the notes above the figures.
     """
 
     rows: tuple[Candidate, ...]
     hardware: Hardware
     kind: str
     target: str | None = None
-    notes: tuple[str, ...] = ()
 
     @property
     def best(self) -> tuple[Candidate, ...]:
@@ -128,60 +119,89 @@ class Ranking:
         return len(self.rows)
 
     def __str__(self) -> str:
-        return _text(self.rows, self._head(), _tie_text(self.best))
+        lines = paragraphs(self._head())
+        runs, refused = _divided(self.rows)
+        if runs:
+            lines += ["", *columns(_aligned(_TITLES), _WIDTHS, "score")]
+            for row in runs:
+                score = seconds_text(row.score or 0)
+                lines += row_lines(_aligned(_cells(row)), _WIDTHS, score, _details(row, runs[0]))
+            lines += ["", *paragraphs(self._notes())]
+        if refused:
+            lines += ["", "cannot run:"]
+        for row in refused:
+            lines.append(f"{INDENT}{name_of(row)}")
+            for text in problem_lines(row):
+                lines += wrapped(text, WIDTH, 2 * INDENT, 2 * INDENT)
+        return lines_text(lines)
 
     def __repr__(self) -> str:
         return f"<Ranking of {count(len(self.rows), 'candidate')} for {self.target or self.kind}>"
 
     def html(self) -> str:
-        """Render the ranking as an HTML page, with a bar for each candidate's score."""
-        return self._page(whole=True)
+        """Render the ranking as an HTML page."""
+        return self._html(page=True)
 
     def _repr_html_(self) -> str:
-        return self._page(whole=False)
+        return self._html(page=False)
+
+    def _html(self, page: bool) -> str:
+        content = ""
+        runs, refused = _divided(self.rows)
+        if runs:
+            rows: list[list[str]] = []
+            for row in runs:
+                cells = (*_cells(row), seconds_text(row.score or 0), _details(row, runs[0]))
+                rows.append(list(map(html.escape, cells)))
+            table = table_html((*_TITLES, "score", "details"), rows)
+            content = section_html("Ranking", table, notes_html([], self._notes()))
+        if refused:
+            problems = [(code(name_of(row)), notes_html(problem_lines(row), [])) for row in refused]
+            content += section_html("Cannot run", table_html(("candidate", "why"), problems))
+        return report_html("functree explore", notes_html([], self._head()), content, page)
 
     def to_json(self) -> str:
         """Return the ranking as JSON, without ledgers and layouts."""
-        data = {
-            "functree": "ranking",
-            "format": 1,
-            "target": self.target,
-            "kind": self.kind,
-            "hardware": {**vars(self.hardware), "links": _by_text(self.hardware.links)},
-            "notes": self.notes,
-            "rows": list(map(_data, self.rows)),
-        }
-        return json.dumps(data)
+        rows: list[Candidate] = []
+        for row in self.rows:
+            sent = {",".join(mesh_axes(axes)): size for axes, size in row.wire_bytes.items()}
+            rows.append(replace(row, wire_bytes=sent, ledger=None, layout=None))
+        return json_of("ranking", replace(self, rows=tuple(rows)))
 
-    def _page(self, whole: bool) -> str:
-        notes = notes_html([], filter(None, [*self._head(), _tie_text(self.best)]))
-        runs, refused = _divided(self.rows)
-        content = _runs_html(runs) + _refused_html(refused)
-        return report_html("functree explore", notes, content, whole)
-
-    def _head(self) -> list[str]:
-        """Return the lines above the table."""
-        hardware = self.hardware
-        if isinstance(hardware.links, Mapping):
-            each = [
-                f"{axes_text(axes, '+')} {_rate(bandwidth)}"
-                for axes, bandwidth in hardware.links.items()
-            ]
-            links = ", ".join(each)
-        else:
-            links = f"{_rate(hardware.links)} per link"
-        score = (
-            f"score = flops / ({hardware.flops / 1e12:g} TF/s × {hardware.efficiency:g})"
-            f" + bytes sent / ({links}): it compares layouts and does not forecast times"
-        )
-        return [self._ranked_for(), *self.notes, score]
-
-    def _ranked_for(self) -> str:
+    def _head(self) -> Iterator[str]:
+        """Yield the lines above the table."""
         if self.target is not None:
-            return f"ranked for {self.target} ({self.kind})"
-        if self.kind == GIVEN:
-            return f"ranked for {GIVEN}"
-        return f"no target was given: ranked for a {self.kind}"
+            yield f"ranked for {self.target} ({self.kind})"
+        else:
+            yield f"no target was given: ranked for {self.kind}"
+            yield (
+                "compiled for this machine's devices: programs for other devices may differ, so "
+                "give a target"
+            )
+        peak, efficiency = f"{self.hardware.flops / 1e12:g} TF/s", self.hardware.efficiency
+        yield (
+            f"score = flops / ({peak} × {efficiency:g}) + bytes sent / ({self._links()}): it "
+            "compares layouts and does not forecast times"
+        )
+
+    def _links(self) -> str:
+        links = self.hardware.links
+        if not isinstance(links, Mapping):
+            return f"{links / 1e9:g} GB/s per link"
+        return ", ".join(
+            f"{'+'.join(mesh_axes(axes))} {n / 1e9:g} GB/s" for axes, n in links.items()
+        )
+
+    def _notes(self) -> Iterator[str]:
+        """Yield the lines below the table."""
+        if len(self.best) > 1:
+            named = listed(list(map(name_of, self.best)), 6)
+            yield (
+                f"= a tie: {named} are within 15 % of the best score; measure them to find the "
+                "fastest"
+            )
+        yield "* no other candidate has both a better score and a lower peak"
+        yield from dict.fromkeys(note for row in self.rows for note in row.notes)
 
 
 def ranked(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
@@ -202,40 +222,10 @@ def ranked(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     return (*marked, *refused)
 
 
-def _divided(rows: Iterable[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
+def _divided(rows: Sequence[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
     """Divide candidates into those that can run and those that cannot."""
-    runs: list[Candidate] = []
-    refused: list[Candidate] = []
-    for row in rows:
-        if row.score is None:
-            refused.append(row)
-        else:
-            runs.append(row)
-    return runs, refused
-
-
-# JSON
-
-
-def _data(candidate: Candidate) -> dict[str, Any]:
-    """Convert a candidate to JSON types, without fields that JSON cannot hold."""
-    data = dict(
-        vars(candidate), mesh=dict(candidate.mesh), wire_bytes=_by_text(candidate.wire_bytes)
-    )
-    del data["ledger"], data["layout"]
-    data["problems"] = []
-    for problem in candidate.problems:
-        fields = problem._asdict()
-        del fields["shape"]
-        data["problems"].append({**fields, "path": path_text(problem.path)})
-    return data
-
-
-def _by_text(values: Any) -> Any:
-    """Convert a dict's keys, which are mesh axes, to text; return a number unchanged."""
-    if not isinstance(values, Mapping):
-        return values
-    return {axes_text(axes, ","): value for axes, value in values.items()}
+    runs = [row for row in rows if row.score is not None]
+    return runs, [row for row in rows if row.score is None]
 
 
 # In words
@@ -249,17 +239,6 @@ def mesh_text(sizes: Mapping[str, int]) -> str:
 def name_of(one: Candidate) -> str:
     """Return a candidate's name in sentences: `fsdp on data=8`."""
     return f"{one.layout_name} on {mesh_text(one.mesh)}"
-
-
-def axes_text(axes: MeshAxes, between: str = " and ") -> str:
-    """Return the text of one or several mesh axes: `data`, `data and model`."""
-    if isinstance(axes, str):
-        return axes
-    return between.join(axes)
-
-
-def _rate(bandwidth: float) -> str:
-    return f"{bandwidth / 1e9:g} GB/s"
 
 
 def seconds_text(seconds: float) -> str:
@@ -278,35 +257,15 @@ def seconds_text(seconds: float) -> str:
     return f"{number:.1f} {unit}"
 
 
-def why_worse(one: Candidate, best: Candidate) -> str:
-    """Explain why a candidate's score is worse than the best score.
-
-    The text is empty for the best candidate.
-    """
-    if not one.score or not best.score or one is best:
-        return ""
-    compute = (one.compute_seconds or 0) - (best.compute_seconds or 0)
-    wire = (one.wire_seconds or 0) - (best.wire_seconds or 0)
-    parts: list[str] = []
-    # Parts below a hundredth of the score explain nothing.
-    if compute > one.score / 100:
-        parts.append(f"{seconds_text(compute)} more to compute")
-    if wire > one.score / 100:
-        most = next(iter(one.wire_bytes), None)
-        over = "" if most is None else f", most over {axes_text(most)}"
-        parts.append(f"{seconds_text(wire)} more on the links{over}")
-    text = f"{one.score / best.score:.2f} × the best"
-    if parts:
-        text += f": {' and '.join(parts)}"
-    return text
-
-
-def _tie_text(best: Sequence[Candidate]) -> str:
-    """Describe a tie; empty if there is none."""
-    if len(best) < 2:
-        return ""
-    named = listed(list(map(name_of, best)), 6)
-    return f"a tie: {named} are within 15 % of the best score; measure them to find the fastest"
+def _details(one: Candidate, best: Candidate) -> str:
+    """Compare a candidate's score with the best score, and list the bytes that it sends."""
+    texts: list[str] = []
+    if one is not best and one.score and best.score:
+        texts.append(f"{one.score / best.score:.2f} × the best")
+    sent = [f"{'+'.join(mesh_axes(axes))} {bytes_text(n)}" for axes, n in one.wire_bytes.items()]
+    if sent:
+        texts.append(f"each device sends: {', '.join(sent)}")
+    return "; ".join(texts)
 
 
 def problem_lines(one: Candidate) -> Iterator[str]:
@@ -324,107 +283,25 @@ def problem_lines(one: Candidate) -> Iterator[str]:
 
 # The table
 
-_COLUMNS = (2, 22, 24, 10, 10, 10)  # the widths of marks, layout, mesh, peak, compute and wire
+_TITLES = ("", "layout", "mesh", "peak", "compute", "wire")
+_WIDTHS = (2, 22, 24, 10, 10, 10)
 
 
-def _text(rows: Sequence[Candidate], head: Sequence[str], tie: str) -> str:
-    """Render the ranking as text, at most 100 columns wide."""
-    lines = paragraphs(head)
-    runs, refused = _divided(rows)
-    if runs:
-        titles = _cells("", "layout", "mesh", "peak", "compute", "wire")
-        lines += ["", *columns(titles, _COLUMNS, "score")]
-        for candidate in runs:
-            lines += _row_lines(candidate, runs[0])
-        lines += ["", *paragraphs(_notes(runs, tie))]
-    if refused:
-        lines += ["", "cannot run:"]
-    for candidate in refused:
-        lines.append(f"{INDENT}{name_of(candidate)}")
-        for text in problem_lines(candidate):
-            lines += [2 * INDENT + part for part in wrapped(text, WIDTH - 2 * len(INDENT))]
-    return lines_text(lines)
-
-
-def _row_lines(candidate: Candidate, first: Candidate) -> list[str]:
-    mark = "=" if candidate.tied else ""
-    if candidate.is_frontier:
+def _cells(one: Candidate) -> Sequence[str]:
+    """Return the cells of a candidate that can run, without its score."""
+    mark = "=" if one.tied else ""
+    if one.is_frontier:
         mark += "*"
-    cells = _cells(
+    return (
         mark,
-        candidate.layout_name,
-        mesh_text(candidate.mesh),
-        bytes_text(candidate.peak_bytes or 0),
-        seconds_text(candidate.compute_seconds or 0),
-        seconds_text(candidate.wire_seconds or 0),
-    )
-    return row_lines(
-        cells, _COLUMNS, seconds_text(candidate.score or 0), why_worse(candidate, first)
+        one.layout_name,
+        mesh_text(one.mesh),
+        bytes_text(one.peak_bytes or 0),
+        seconds_text(one.compute_seconds or 0),
+        seconds_text(one.wire_seconds or 0),
     )
 
 
-def _cells(mark: str, layout: str, mesh: str, *numbers: str) -> tuple[str, ...]:
-    return mark, layout, mesh, *(text.rjust(10) for text in numbers)
-
-
-def _notes(runs: Sequence[Candidate], tie: str) -> Iterator[str]:
-    """Yield the lines below the table."""
-    if tie:
-        yield f"= {tie}"
-    yield "* no other candidate has both a better score and a lower peak"
-    sent = [f"{axes_text(axes)} {bytes_text(size)}" for axes, size in runs[0].wire_bytes.items()]
-    if sent:
-        yield f"for the first candidate, each device sends: {', '.join(sent)}"
-    notes: dict[str, None] = {}
-    for candidate in runs:
-        notes |= dict.fromkeys(candidate.notes)
-    yield from notes
-
-
-# The page
-
-
-def _runs_html(runs: Sequence[Candidate]) -> str:
-    """Render the candidates that can run, with bars for score and memory; empty if none can."""
-    if not runs:
-        return ""
-    rows: list[Sequence[str]] = []
-    longest = runs[-1].score or 0
-    most = max(candidate.peak_bytes or 0 for candidate in runs)
-    for candidate in runs:
-        why = [why_worse(candidate, runs[0])]
-        if candidate.tied:
-            why.append("tied with the best")
-        if candidate.is_frontier:
-            why.append("no other candidate has both a better score and a lower peak")
-        peak = candidate.peak_bytes or 0
-        memory = f"{bytes_text(peak)}{bar_html([Segment('peak', peak, 'p1')], most)}"
-        reasons = notes_html([], filter(None, why))
-        rows.append((*_names(candidate), _score_html(candidate, longest), memory, reasons))
-    return section_html("Ranking", table_html(("layout", "mesh", "score", "peak", "why"), rows))
-
-
-def _names(candidate: Candidate) -> tuple[str, str]:
-    return code(candidate.layout_name), code(mesh_text(candidate.mesh))
-
-
-def _score_html(one: Candidate, longest: float) -> str:
-    """Render the score, with a bar of its two parts."""
-    segments: list[Segment] = []
-    for name, seconds, kind in (
-        ("compute", one.compute_seconds or 0, "p0"),
-        ("wire", one.wire_seconds or 0, "p2"),
-    ):
-        # The unit is nanoseconds, since the sizes of bars are integers.
-        text = seconds_text(seconds)
-        segments.append(Segment(f"{name} {text}", round(1e9 * seconds), kind, text))
-    key = " ".join(one.name for one in segments)
-    bar = bar_html(segments, round(1e9 * longest))
-    return f'{seconds_text(one.score or 0)}{bar}<div class="why">{key}</div>'
-
-
-def _refused_html(refused: Sequence[Candidate]) -> str:
-    if not refused:
-        return ""
-    rows = [(*_names(candidate), notes_html(problem_lines(candidate), [])) for candidate in refused]
-    return section_html("Cannot run", table_html(("layout", "mesh", "why"), rows))
+def _aligned(cells: Sequence[str]) -> Sequence[str]:
+    """Align numbers, in the last three cells, to the right."""
+    return (*cells[:3], *(cell.rjust(10) for cell in cells[3:]))

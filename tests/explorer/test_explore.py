@@ -99,16 +99,16 @@ def test_what_cannot_run_says_why(ranking: ft.Ranking) -> None:
 def test_the_text(ranking: ft.Ranking) -> None:
     lines = str(ranking).splitlines()
     assert max(map(len, lines)) <= 100
-    assert lines[0] == "ranked for the given hardware"
+    assert lines[0] == "no target was given: ranked for the given hardware"
     text = str(ranking)
     assert "score = flops / (0.001 TF/s × 0.5) + bytes sent / (0.1 GB/s per link)" in text
     assert "does not forecast times" in text.replace("\n", " ")
-    assert "compiled for this machine's CPU devices" in text
+    assert "compiled for this machine's devices" in text
     first = next(line for line in lines if " tensor " in line)
     assert first.startswith("*   tensor                  data=2,model=4")
     assert first.endswith("      262 µs       61 µs      324 µs")
-    assert "3.24 × the best: 786 µs more to compute\n" in text
-    assert "for the first candidate, each device sends: model 6 KiB" in text
+    assert "    3.24 × the best\n" in text
+    assert "    each device sends: model 6 KiB\n" in text
     assert "cannot run:\n    wrong on data=2,model=4\n" in text
     assert 'x f32[64, 32] "batch embed": no rule names `embed`' in text
 
@@ -149,7 +149,7 @@ def test_a_tie_is_within_15_percent_of_the_best() -> None:
     assert tied.best == found[:2]
     text = " ".join(str(tied).split())
     assert "= a tie: a on data=8, b on data=8 are within 15 % of" in text
-    assert "measure them to find" in text and "tied with the best" in tied.html()
+    assert "measure them to find" in text and "= a tie: " in tied.html()
 
 
 def test_the_frontier_is_what_no_other_is_better_than_in_both() -> None:
@@ -316,7 +316,7 @@ def test_progress_is_said_if_it_takes_long(
 def test_without_hardware_that_of_one_kind_is_named() -> None:
     ranking = explored(hardware=None, layouts={"data": DATA})
     assert ranking.kind == "TPU v5e" and ranking.hardware.flops == 197e12
-    first = "no target was given: ranked for a TPU v5e\ncompiled for this machine's CPU"
+    first = "no target was given: ranked for TPU v5e\ncompiled for this machine's devices"
     assert str(ranking).startswith(first)
 
 
