@@ -114,7 +114,9 @@ def _first_devices(
         remedy = "pass more devices, or use smaller sizes"
         if devices is None:
             flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
-            remedy = f"use smaller sizes, or on a CPU, set {flag} before you import jax"
+            remedy = (
+                f"use smaller sizes, pass `target=`, or on a CPU, set {flag} before importing jax"
+            )
         verb = "is" if len(available) == 1 else "are"
         raise ShardingError(
             f"make_mesh: {requested} needs {count(needed, 'device')}, but there {verb} "

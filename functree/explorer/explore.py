@@ -3,24 +3,22 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from functree.argument_checks import FLAG, FUNCTION, MAPPING, TEXT, Takes, check
 from functree.calls.out_of_memory import SMALLER
-from functree.calls.stages import Compiled
-from functree.compiled.collective import Memory
 from functree.compiled.flops import count_flops
 from functree.devices.make_mesh import make_mesh
 from functree.devices.specs import mesh_axes, spec_text
-from functree.devices.targets import Target, target_devices
-from functree.errors import USERS_ERRORS, FunctreeError, Problem, error_text
-from functree.explorer.hardware import Hardware, Kind, MeshAxes, kind_of
+from functree.devices.targets import Target
+from functree.errors import FunctreeError, Problem, error_text
+from functree.explorer.hardware import Hardware, Kind, kind_of
 from functree.explorer.links import bandwidth, check_links, wire_bytes
-from functree.explorer.meshes_to_try import Trial, trials
-from functree.explorer.progress import shown_progress
+from functree.explorer.meshes_to_try import MESHES, candidates
+from functree.explorer.progress import attempts
 from functree.explorer.ranking import GIVEN, Candidate, Ranking, name_of, ranked
 from functree.explorer.step import Step
 from functree.layout.layout import LayoutTree
@@ -99,124 +97,114 @@ def explore(
         "explore: invalid arguments",
         step=(step, FUNCTION),
         args=(args, _ARGS),
+        meshes=(meshes, MESHES),
         layouts=(layouts, MAPPING._replace(is_value=bool, text="a dict from names to layouts")),
         target=(target, TEXT.or_none()),
         hardware=(hardware, _HARDWARE.or_none()),
         progress=(progress, FLAG),
     )
     named = None if target is None else Target.read(target)
-    exploration = _Exploration(Step(step, args), layouts, out_shardings, named, hardware)
-    wanted = trials(meshes, layouts, named)
-    for trial in wanted:
-        check_links(trial.sizes, exploration.hardware)
-    candidates = exploration.run(wanted, progress)
-    return Ranking(
-        ranked(candidates),
-        exploration.hardware,
-        exploration.called,
-        target,
-    )
+    kind = kind_of(named)
+    if hardware is not None:
+        kind = kind._replace(name=GIVEN, hardware=hardware)
+    outs: Mapping[str, LayoutTree] = dict.fromkeys(layouts, out_shardings)
+    if isinstance(out_shardings, Mapping) and set(out_shardings) == set(layouts):
+        outs = out_shardings
+    wanted = candidates(meshes, layouts)
+    for candidate in wanted:
+        check_links(candidate.mesh, kind.hardware)
+    rows = _Exploration(Step(step, args), outs, named, kind).run(wanted, progress)
+    return Ranking(ranked(rows), kind.hardware, kind.name, target)
 
 
-class _Exploration:
-    """The settings that all candidates share."""
+class _Exploration(NamedTuple):
+    """The settings that all candidates share.
 
-    def __init__(
-        self,
-        step: Step,
-        layouts: Mapping[str, LayoutTree],
-        out_shardings: LayoutTree,
-        target: Target | None,
-        hardware: Hardware | None,
-    ):
-        self._step, self._layouts, self._target = step, layouts, target
-        self._out: LayoutTree = out_shardings
-        # `out_shardings` applies to all candidates, unless it is a dict with the names of the
-        # layouts.
-        self._out_by_name: bool = isinstance(out_shardings, Mapping) and set(out_shardings) == set(
-            layouts
-        )
-        self._kind: Kind = kind_of(target)
-        self._is_given: bool = hardware is not None
-        self.hardware: Hardware = hardware or self._kind.hardware
+    Attributes:
+        step: the function with its arguments.
+        outs: the layout of the result, by the name of the arguments' layout.
+        target: the target to compile for; None for this machine.
+        kind: the kind of accelerator, with the figures for the score.
+    """
 
-    @property
-    def _is_assumed(self) -> bool:
-        """Whether neither a target nor hardware was given."""
-        return self._target is None and not self._is_given
+    step: Step
+    outs: Mapping[str, LayoutTree]
+    target: Target | None
+    kind: Kind
 
-    @property
-    def called(self) -> str:
-        """The name of the hardware in the ranking."""
-        return GIVEN if self._is_given else self._kind.name
+    def run(self, wanted: Sequence[Candidate], progress: bool) -> list[Candidate]:
+        """Return the candidates with their figures; those that may fit are compiled."""
+        planned = list(map(self._planned, wanted))
+        refused = [candidate for candidate in planned if candidate.problems]
+        # An error about a mesh is raised before anything is compiled.
+        waiting = [(one, self._mesh(one)) for one in planned if not one.problems]
+        done: list[Candidate] = []
+        errors: list[Exception] = []
+        for (candidate, _), result in attempts(
+            "explore: {} compiled",
+            waiting,
+            lambda pair: name_of(pair[0]),
+            lambda pair: self._compiled(*pair),
+            progress,
+        ):
+            if isinstance(result, Exception):
+                errors.append(result)
+                result = replace(candidate, problems=_problems_of(result))
+            done.append(result)
+        # An error in the user's code that every candidate raises does not come from the layouts.
+        if errors and len(errors) == len(waiting):
+            if not isinstance(errors[0], FunctreeError | jax.errors.JaxRuntimeError):
+                raise errors[0]
+        for candidate, _ in waiting[len(done) :]:
+            done.append(replace(candidate, problems=(NOT_COMPILED,)))
+        return done + refused
 
-    def run(self, wanted: Sequence[Trial], progress: bool) -> list[Candidate]:
-        """Return the candidates; those that may fit are compiled."""
-        candidates = list(map(self._on_paper, wanted))
-        waiting = [i for i, candidate in enumerate(candidates) if not candidate.problems]
-        if waiting and self._target is not None:
-            target_devices(self._target)  # raises once, for all candidates, if anything is missing
-        errors: list[BaseException] = []
-        with shown_progress("explore: {} compiled", len(waiting), progress) as show:
-            for done, i in enumerate(waiting):
-                show(done, name_of(candidates[i]))
-                try:
-                    candidates[i] = self._compiled(candidates[i])
-                except KeyboardInterrupt:
-                    for rest in waiting[done:]:
-                        candidates[rest] = replace(candidates[rest], problems=(NOT_COMPILED,))
-                    break
-                except (FunctreeError, jax.errors.JaxRuntimeError, *USERS_ERRORS) as error:
-                    errors.append(error)
-                    candidates[i] = replace(candidates[i], problems=_problems_of(error))
-        _raise_if_all_alike(errors, len(waiting))
-        return candidates
-
-    def _on_paper(self, trial: Trial) -> Candidate:
-        """Return a candidate with the figures and the problems of its plan."""
-        layouts = self._layouts[trial.name]
-        candidate = Candidate(trial.sizes, trial.name, layout=layouts)
+    def _planned(self, candidate: Candidate) -> Candidate:
+        """Add the figures and the problems of a candidate's plan."""
         try:
-            plan = self._step.plan(layouts, trial.sizes)
+            plan = self.step.plan(candidate.layout, candidate.mesh)
         except FunctreeError as error:
             return replace(candidate, problems=_problems_of(error))
-        there = f"a {self._kind.name} has" if self._is_assumed else "each has"
         return replace(
             candidate,
-            problems=plan.problems or _too_large(plan, self.hardware.memory, there),
+            problems=plan.problems or _too_large(plan, self.kind),
             bytes_per_device=sum(row.bytes_per_device for row in plan.rows if not row.memory_kind),
         )
 
-    def _compiled(self, candidate: Candidate) -> Candidate:
-        """Compile a candidate."""
-        target = None if self._target is None else self._target.text
+    def _mesh(self, candidate: Candidate) -> Mesh:
+        target = None if self.target is None else self.target.text
         sizes: dict[str, Any] = dict(candidate.mesh)
-        mesh = make_mesh(target=target, **sizes)
-        out = self._out[candidate.layout_name] if self._out_by_name else self._out
-        options = self._step.options(candidate.layout)
-        compiled = self._step.compile({**options, "out_shardings": out, "mesh": mesh})
-        return self._scored(candidate, compiled, mesh)
+        return make_mesh(target=target, **sizes)
 
-    def _scored(self, candidate: Candidate, compiled: Compiled, mesh: Mesh) -> Candidate:
-        """Return a candidate with the figures of its program."""
+    def _compiled(self, candidate: Candidate, mesh: Mesh) -> Candidate:
+        """Compile a candidate, and add the figures of its program."""
+        options = self.step.options(candidate.layout)
+        out = self.outs[candidate.layout_name]
+        compiled = self.step.compile({**options, "out_shardings": out, "mesh": mesh})
         ledger, flops = compiled.ledger(), count_flops(compiled.as_text() or "")
         sent, unknown = wire_bytes(ledger)
         notes = list(flops.not_understood)
         if unknown:
             notes.append(f"{bytes_text(unknown)} is moved over unknown mesh axes")
-        compute = flops.total / (self.hardware.flops * self.hardware.efficiency)
-        wire = sum(size / self._bandwidth(axes, mesh) for axes, size in sent.items())
+        hardware, peak = self.kind.hardware, ledger.memory.peak
+        compute = flops.total / (hardware.flops * hardware.efficiency)
+        wire = 0.0
+        for axes, size in sent.items():
+            wire += size / bandwidth(mesh_axes(axes), mesh, self.target, self.kind)
         problems: tuple[Problem, ...] = ()
-        if ledger.memory.peak > self.hardware.memory:
-            # A target's compiler refuses programs that exceed its memory.
-            if self._is_given:
-                problems = (_too_high(ledger.memory, self.hardware.memory),)
-            elif self._is_assumed:
-                notes.append(_may_not_fit(ledger.memory, self._kind))
+        if peak > hardware.memory:
+            given = bytes_text(sum(ledger.memory.arguments.values()))
+            why = _excess(f"the program, whose arguments take {given}, needs", peak, self.kind)
+            if self.kind.name == GIVEN:
+                problems = (Problem(None, None, "", why, SMALLER),)
+            # A target's compiler refuses programs that exceed its memory. The peak on this machine
+            # is not a problem, since the accelerator's own program has a different peak.
+            elif self.target is None:
+                notes.append(f"may not fit: {why}; give a target to be sure")
         return replace(
             candidate,
             problems=problems,
-            peak_bytes=ledger.memory.peak,
+            peak_bytes=peak,
             flops=flops.total,
             wire_bytes=sent,
             compute_seconds=compute,
@@ -227,24 +215,9 @@ class _Exploration:
             ledger=ledger,
         )
 
-    def _bandwidth(self, axes: MeshAxes, mesh: Mesh) -> float:
-        return bandwidth(mesh_axes(axes), mesh, self._target, self.hardware, self._kind)
-
 
 NOT_COMPILED = Problem(None, None, "", "not compiled: the exploration was interrupted")
 """The problem of a candidate after an interrupt."""
-
-
-def _raise_if_all_alike(errors: Sequence[BaseException], compiled: int) -> None:
-    """Raise the error of the user's code if all candidates raise it, whatever their layouts."""
-    if not errors or len(errors) < compiled:
-        return
-    first = errors[0]
-    if isinstance(first, FunctreeError | jax.errors.JaxRuntimeError):
-        return
-    if len({(type(error), str(error)) for error in errors}) == 1:
-        raise first
-
 
 # Why a candidate cannot run
 
@@ -252,23 +225,16 @@ LARGEST = 3
 """The maximum number of arrays to list if the arguments exceed the memory."""
 
 
-def _too_large(plan: Plan, memory: float, there: str) -> tuple[Problem, ...]:
+def _too_large(plan: Plan, kind: Kind) -> tuple[Problem, ...]:
     """Return the problems of arguments that exceed the memory; empty if they may fit.
 
     Arrays without a spec are left out, since the compiler may shard them.
-
-    Args:
-        plan: the plan of the arguments.
-        memory: the bytes of memory.
-        there: the words before the memory: `each has`, `a TPU v5e has`.
     """
     rows = [row for row in plan.rows if row.memory_kind is None and row.spec is not None]
     needed = sum(row.bytes_per_device for row in rows)
-    if needed <= memory:
+    if needed <= kind.hardware.memory:
         return ()
-    why = f"the arguments take {bytes_text(needed)} on each device, but {there} "
-    why += bytes_text(round(memory))
-    problems = [Problem(None, None, "", why, SMALLER)]
+    problems = [Problem(None, None, "", _excess("the arguments take", needed, kind), SMALLER)]
     rows.sort(key=lambda row: -row.bytes_per_device)
     for row in rows[:LARGEST]:
         spec = spec_text(row.spec or PartitionSpec())
@@ -277,29 +243,13 @@ def _too_large(plan: Plan, memory: float, there: str) -> tuple[Problem, ...]:
     return tuple(problems)
 
 
-def _may_not_fit(program: Memory, kind: Kind) -> str:
-    """Describe a peak on this machine that exceeds an accelerator's memory.
-
-    The peak is not a problem, since the accelerator's own program has a different peak.
-    """
-    peak, there = bytes_text(program.peak), bytes_text(round(kind.hardware.memory))
-    return (
-        f"may not fit: the program compiled for this machine needs {peak} of memory, but a "
-        f"{kind.name} has {there}; give a target to be sure"
-    )
+def _excess(what: str, needed: int, kind: Kind) -> str:
+    """Describe bytes that exceed the memory of a device."""
+    memory = bytes_text(round(kind.hardware.memory))
+    return f"{what} {bytes_text(needed)} on each device, but a device has {memory} ({kind.name})"
 
 
-def _too_high(program: Memory, memory: float) -> Problem:
-    """Return the problem of a program whose peak exceeds the memory."""
-    arguments = sum(program.arguments.values())
-    why = (
-        f"the program needs {bytes_text(program.peak)} of memory, but each device has "
-        f"{bytes_text(round(memory))}; the arguments take {bytes_text(arguments)} on each device"
-    )
-    return Problem(None, None, "", why, SMALLER)
-
-
-def _problems_of(error: BaseException) -> tuple[Problem, ...]:
+def _problems_of(error: Exception) -> tuple[Problem, ...]:
     """Return an error's headline and the problems that it lists."""
     if not isinstance(error, FunctreeError):
         return (Problem(None, None, "", error_text(error)),)

@@ -1,5 +1,6 @@
 """`Hardware` describes an accelerator for scoring layouts; `KINDS` lists known accelerators."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -83,16 +84,16 @@ class Kind(NamedTuple):
     Attributes:
         name: its name: `TPU v5e`.
         hardware: the figures of one device.
-        network: the bytes per second that a device sends to other hosts, if hosts have no direct
-            links.
+        network: the bytes per second that a device sends to other hosts; infinite if hosts have
+            direct links.
         ring: the minimum length at which a dimension of a two-dimensional slice is a ring. In three
-            dimensions, all sizes must be multiples of this length. None if there are no rings.
+            dimensions, all sizes must be multiples of this length. Infinite if there are no rings.
     """
 
     name: str
     hardware: Hardware
-    network: float | None = None
-    ring: int | None = None
+    network: float = math.inf
+    ring: float = math.inf
 
 
 # Sources:

@@ -17,9 +17,7 @@ from functree.errors import FunctreeValueError, did_you_mean
 from functree.explorer.hardware import Hardware, Kind, MeshAxes
 
 
-def bandwidth(
-    axes: tuple[str, ...], mesh: Mesh, target: Target | None, hardware: Hardware, kind: Kind
-) -> float:
+def bandwidth(axes: tuple[str, ...], mesh: Mesh, target: Target | None, kind: Kind) -> float:
     """Return the bytes per second that a device can send in a collective over some mesh axes.
 
     Args:
@@ -27,18 +25,20 @@ def bandwidth(
         mesh: the mesh.
         target: the mesh's target. Without a target, each device is assumed to have one link along
             each mesh axis.
-        hardware: the hardware, with the bandwidth of its links.
-        kind: the kind of accelerator.
+        kind: the kind of accelerator, with the bandwidth of its links.
     """
-    if isinstance(hardware.links, Mapping):
-        slowest = min(hardware.links.get(axis, math.inf) for axis in axes)
-        return hardware.links.get(axes, slowest)
+    links = kind.hardware.links
+    if isinstance(links, Mapping):
+        slowest = min(links.get(axis, math.inf) for axis in axes)
+        return links.get(axes, slowest)
     if target is None:
-        return hardware.links
-    group = _group(axes, mesh)
+        return links
+    # The first group along these mesh axes.
+    place = tuple(slice(None) if name in axes else 0 for name in mesh.axis_names)
+    group = list(np.ravel(mesh.devices[place]))
     if target.platform == "cuda":
-        return _of_gpus(group, hardware.links, kind)
-    return _links(group, target, kind) * hardware.links
+        return _of_gpus(group, links, kind)
+    return _links(group, target, kind) * links
 
 
 def check_links(sizes: Mapping[str, int], hardware: Hardware) -> None:
@@ -54,12 +54,6 @@ def check_links(sizes: Mapping[str, int], hardware: Hardware) -> None:
             )
 
 
-def _group(axes: Sequence[str], mesh: Mesh) -> list[Device]:
-    """Return the devices of the first group along some mesh axes."""
-    place = tuple(slice(None) if name in axes else 0 for name in mesh.axis_names)
-    return list(np.ravel(mesh.devices[place]))
-
-
 def _of_gpus(group: Sequence[Device], nvlink: float, kind: Kind) -> float:
     """Return the bandwidth of a group of GPUs.
 
@@ -67,7 +61,7 @@ def _of_gpus(group: Sequence[Device], nvlink: float, kind: Kind) -> float:
     host.
     """
     hosts = [device.process_index for device in group]
-    if len(set(hosts)) == 1 or kind.network is None:
+    if len(set(hosts)) == 1:
         return nvlink
     return min(nvlink, kind.network * hosts.count(hosts[0]))
 
@@ -90,13 +84,11 @@ def _links(group: Sequence[Device], target: Target, kind: Kind) -> int:
 
 
 def _is_ring(length: int, dimension: int, target: Target, kind: Kind) -> bool:
-    if kind.ring is None:
-        return False
     # In two dimensions, only the full torus has rings. In three dimensions, slices made of whole
     # cubes have rings.
     if len(target.shape) == 2:
         return length >= kind.ring
-    return all(size % kind.ring == 0 for size in target.shape) and math.prod(target.shape) > 1
+    return all(size % kind.ring == 0 for size in target.shape)
 
 
 # A ledger gives the bytes of the result on one device. With ring algorithms in a group of n

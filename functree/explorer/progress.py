@@ -1,22 +1,37 @@
-"""`shown_progress` displays the progress of long-running work on standard error."""
+"""`attempts` runs a function on many items, and displays the progress on standard error."""
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+import jax
+
+from functree.errors import USERS_ERRORS, FunctreeError
 
 PATIENCE = 5.0
 """The seconds before the first line in a log."""
 
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
-@contextmanager
-def shown_progress(what: str, total: int, wanted: bool) -> Iterator[Callable[[int, str], None]]:
-    """Show the progress of a long task: in one line of a terminal, or in several lines of a log.
 
-    Yield a function to call before each part, with the number of parts done and the part's name.
+def attempts(
+    what: str,
+    items: Sequence[_Item],
+    name: Callable[[_Item], str],
+    run: Callable[[_Item], _Result],
+    wanted: bool,
+) -> Iterator[tuple[_Item, _Result | Exception]]:
+    """Yield each item with its result, or with the error of the compiler or of the user's code.
+
+    An interrupt ends the iteration. A terminal shows the progress in one line, and a log in several
+    lines.
 
     Args:
         what: the text, such as `explore: {} compiled`; the numbers replace the braces.
-        total: the number of parts.
+        items: the items.
+        name: the function that names an item.
+        run: the function to run on each item.
         wanted: whether to show anything.
     """
     # Importing rich is slow, and only long work needs it.
@@ -36,14 +51,18 @@ def shown_progress(what: str, total: int, wanted: bool) -> Iterator[Callable[[in
         speed_estimate_period=math.inf,  # a single program may take minutes
         disable=not (wanted and console.is_interactive),
     )
-    task = bar.add_task("", total=total)
-
-    def show(done: int, name: str) -> None:
-        bar.update(task, completed=done, description=name)
-        # Lines in a log cannot be overwritten, so quick work logs nothing.
-        is_long = (bar.tasks[0].elapsed or 0) >= PATIENCE
-        if wanted and is_long and not console.is_interactive:
-            console.print(bar.get_renderable())
-
+    task = bar.add_task("", total=len(items))
     with bar:
-        yield show
+        for done, item in enumerate(items):
+            bar.update(task, completed=done, description=name(item))
+            # Lines in a log cannot be overwritten, so quick work logs nothing.
+            is_long = (bar.tasks[0].elapsed or 0) >= PATIENCE
+            if wanted and is_long and not console.is_interactive:
+                console.print(bar.get_renderable())
+            try:
+                result = run(item)
+            except KeyboardInterrupt:
+                return
+            except (FunctreeError, jax.errors.JaxRuntimeError, *USERS_ERRORS) as error:
+                result = error
+            yield item, result

@@ -4,9 +4,8 @@ import html
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from functree.argument_checks import FLAG, SIZE, check
@@ -18,9 +17,9 @@ from functree.compiled.shardy import moved_bytes
 from functree.compiled.sources import source_end
 from functree.compiled.table import VERDICTS
 from functree.compiled.verdicts import ASKED, COMPILER
-from functree.errors import USERS_ERRORS, FunctreeError, count
+from functree.errors import count
 from functree.explorer.edits import Edit, Edits
-from functree.explorer.progress import shown_progress
+from functree.explorer.progress import attempts
 from functree.layout.layout import LayoutTree
 from functree.report.json_text import json_of
 from functree.report.page import code, notes_html, report_html, section_html, table_html
@@ -30,10 +29,12 @@ from functree.tree.arrays import Tree
 
 AVOIDABLE = "avoidable"
 
+_T = TypeVar("_T")
+
 # A fix may increase flops and memory by at most these factors.
 _FLOPS, _MEMORY = 1.05, 1.02
-# Removing a constraint comes first, unless another fix moves less than this share of the bytes that
-# are still moved after the removal.
+# A removed constraint comes before another fix, unless the fix moves less than this share of the
+# bytes that are still moved after the removal.
 _CLEARLY = 0.9
 # The maximum number of compiled edits of one place, and the maximum number of printed fixes.
 _OF_ONE_PLACE = 2
@@ -258,11 +259,13 @@ def why(
     layouts = call.layouts()  # raises, before anything is compiled, if they are unavailable
     ledger, text = call.compiled()
     edits = list(Edits(call, args, kwargs, layouts, ledger))
-    ranked = _ranked(edits, progress)
+    ranked = _tried("why: {} ranked", edits, lambda edit: moved_bytes(edit.lower()), progress)
     chosen = _chosen(ranked, moved_bytes(call.lowered), compilations)
-    measured = _compiled(chosen, call, _Figures.of(ledger, text), progress)
+    before = _Figures.of(ledger, text)
+    tried = _tried("why: {} compiled", chosen, lambda edit: _measured(edit, call, before), progress)
+    measured = [one for _, one in tried]
     less = sorted((one for one in measured if one.is_less), key=_order)
-    fixes = _removal_first([one for one in less if one.is_fix])
+    fixes = [one for one in less if one.is_fix]
     rows = tuple(_rows(ledger, fixes))
     return Why(
         call.name,
@@ -306,59 +309,39 @@ class _Measured(NamedTuple):
     left: Mapping[Hashable, int]
 
 
-class _Ranked(NamedTuple):
-    """An edit with an estimate of the bytes that its program moves."""
+def _tried(
+    what: str, edits: Sequence[Edit], run: Callable[[Edit], _T], progress: bool
+) -> list[tuple[Edit, _T]]:
+    """Run a function on edits. Drop the edits for which it raises an error.
 
-    moved: int
-    edit: Edit
-
-
-def _ranked(edits: Sequence[Edit], progress: bool) -> list[_Ranked]:
-    """Rank edits by an estimate of the bytes that their programs move; drop invalid edits."""
-    ranked: list[_Ranked] = []
-    with shown_progress("why: {} ranked", len(edits), progress) as show:
-        for done, edit in enumerate(edits):
-            show(done, edit.change)
-            try:
-                ranked.append(_Ranked(moved_bytes(edit.lower()), edit))
-            except KeyboardInterrupt:
-                break
-            except (FunctreeError, jax.errors.JaxRuntimeError, *USERS_ERRORS):
-                continue  # such as a rule whose mesh axis does not divide a size
-    return sorted(ranked, key=lambda item: item.moved)
+    For example, a mesh axis of a changed rule may not divide a size.
+    """
+    tried: list[tuple[Edit, _T]] = []
+    for edit, result in attempts(what, edits, lambda edit: edit.change, run, progress):
+        if not isinstance(result, Exception):
+            tried.append((edit, result))
+    return tried
 
 
-def _chosen(ranked: Sequence[_Ranked], before: int, most: int) -> list[Edit]:
+def _chosen(estimated: Sequence[tuple[Edit, int]], before: int, most: int) -> list[Edit]:
     """Choose the best edits to compile, but only a few for each place.
 
     An edit that is not blamed is chosen only if its program is estimated to move less than before.
+
+    Args:
+        estimated: the edits, with an estimate of the bytes that their programs move.
+        before: the estimate for the program without an edit.
+        most: the maximum number of edits.
     """
     chosen: list[Edit] = []
     places = Counter[str]()
-    for moved, edit in ranked:
+    for edit, moved in sorted(estimated, key=lambda pair: pair[1]):
         if not edit.is_blamed and moved >= before:
             continue
         places[edit.place] += 1
         if places[edit.place] <= _OF_ONE_PLACE:
             chosen.append(edit)
     return chosen[:most]
-
-
-def _compiled(
-    chosen: Sequence[Edit], call: LoweredCall, before: _Figures, progress: bool
-) -> list[_Measured]:
-    """Compile edits and measure them. Edits that cannot be compiled are dropped."""
-    measured: list[_Measured] = []
-    with shown_progress("why: {} compiled", len(chosen), progress) as show:
-        for done, edit in enumerate(chosen):
-            show(done, edit.change)
-            try:
-                measured.append(_measured(edit, call, before))
-            except KeyboardInterrupt:
-                break
-            except (FunctreeError, jax.errors.JaxRuntimeError, *USERS_ERRORS):
-                continue  # such as a layout that does not divide a result
-    return measured
 
 
 def _measured(edit: Edit, call: LoweredCall, before: _Figures) -> _Measured:
@@ -388,19 +371,12 @@ def _alike(collective: Collective) -> Hashable:
     return collective.source, collective.kind, collective.mesh_axes, collective.phase
 
 
-def _order(measured: _Measured) -> tuple[int, ...]:
-    return measured.fix.moved[1], measured.fix.peak[1], measured.fix.flops[1]
-
-
-def _removal_first(fixes: list[_Measured]) -> list[_Measured]:
-    """Move the removal of a constraint to the front, unless another fix is clearly better.
-
-    The removal is the simplest edit.
-    """
-    for i, fix in enumerate(fixes):
-        if fix.fix.source is not None and _CLEARLY * fix.fix.moved[1] <= fixes[0].fix.moved[1]:
-            return [fix, *fixes[:i], *fixes[i + 1 :]]
-    return fixes
+def _order(measured: _Measured) -> tuple[float, ...]:
+    """Sort edits by the moved bytes. A removed constraint is preferred, as the simplest edit."""
+    fix = measured.fix
+    is_removal = fix.source is not None
+    moved = fix.moved[1] * (_CLEARLY if is_removal else 1)
+    return moved, not is_removal, fix.peak[1], fix.flops[1]
 
 
 def _rows(ledger: Ledger, fixes: Sequence[_Measured]) -> Iterator[WhyRow]:

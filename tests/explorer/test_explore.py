@@ -167,7 +167,7 @@ def test_what_does_not_fit_is_dropped_on_paper() -> None:
     row = ranking[0]
     assert row.bytes_per_device == 36864 and row.peak_bytes is None
     assert row.problems[0].why == (
-        "the arguments take 36 KiB on each device, but each has 19.5 KiB"
+        "the arguments take 36 KiB on each device, but a device has 19.5 KiB (the given hardware)"
     )
     assert row.problems[0].remedy.startswith("shard the largest arguments over more mesh axes")
     assert [str(one.path) for one in row.problems[1:]] == ["layer.up", "layer.down", "x"]
@@ -183,8 +183,8 @@ def test_what_the_compiler_finds_too_large_is_no_candidate() -> None:
     assert row.score is None and row.peak_bytes is not None and row.peak_bytes > 40_000
     (problem,) = row.problems
     assert problem.why == (
-        "the program needs 56 KiB of memory, but each device has 39.1 KiB; the arguments take 36 KiB on "
-        "each device"
+        "the program, whose arguments take 36 KiB, needs 56 KiB on each device, but a device has "
+        "39.1 KiB (the given hardware)"
     )
     assert "recompute activations in the backward pass (`remat=`)" in problem.remedy
 
@@ -202,12 +202,12 @@ def test_without_a_target_a_peak_above_the_memory_of_an_assumed_kind_is_a_note(
     between, large = explored_with(40_000), explored_with(60_000)
     assert between.score is not None and not between.problems and not large.notes
     assert between.notes == (
-        "data on data=2,model=4: may not fit: the program compiled for this machine needs 56 KiB "
-        "of memory, but a TPU v5e has 39.1 KiB; give a target to be sure",
+        "data on data=2,model=4: may not fit: the program, whose arguments take 36 KiB, needs 56 "
+        "KiB on each device, but a device has 39.1 KiB (TPU v5e); give a target to be sure",
     )
     # The bytes of the arguments are the same on every machine.
     why = explored_with(20_000).problems[0].why
-    assert why.endswith("each device, but a TPU v5e has 19.5 KiB")
+    assert why.endswith("each device, but a device has 19.5 KiB (TPU v5e)")
 
 
 def test_of_many_problems_the_first_are_printed() -> None:
@@ -333,6 +333,28 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no layouts": (
         {"args": X, "layouts": {}},
         ("args=float32[64, 32]", "the arguments as a tuple", "layouts={}", "a dict from names to"),
+    ),
+    "no meshes": (
+        {"meshes": []},
+        ("meshes=[]", 'it must be dicts of sizes, such as `[{"data": 8,'),
+    ),
+    "a text": ({"meshes": ["data=8"]}, ("meshes=['data=8']", "it must be dicts of sizes")),
+    "no size": ({"meshes": 0}, ("meshes=0", "or the total number of devices")),
+    "a wrong size": (
+        {"meshes": {"data": 0}},
+        ("a dict of mesh sizes must map names to positive integers",),
+    ),
+    "no mesh axes": (
+        {"meshes": 8, "layouts": {"none": P()}},
+        ("cannot divide 8 devices, because the layouts",),
+    ),
+    "other devices than the target": (
+        {"meshes": {"data": 4}, "layouts": {"data": DATA}, "target": "tpu:v5e:2x4"},
+        ("data=4 needs 4 devices, but target='tpu:v5e:2x4' has 8",),
+    ),
+    "more devices than there are": (
+        {"meshes": {"data": 8, "model": 2}},
+        ("data=8 × model=2 needs 16 devices, but there are 8: use smaller sizes, pass `target=`",),
     ),
     "links of other mesh axes": (
         {"hardware": dataclasses.replace(HARDWARE, links={"data": 1.0, "modle": 1.0})},

@@ -56,8 +56,8 @@ def test_links_of_tpus(name: str) -> None:
     text, sizes, axes, links = TPUS[name]
     target = Target.read(text)
     kind, mesh = kind_of(target), described(target, sizes)
-    given = ft.Hardware(1, 1, 10.0)
-    assert bandwidth(axes, mesh, target, given, kind) == 10 * links
+    kind = kind._replace(hardware=ft.Hardware(1, 1, 10.0))
+    assert bandwidth(axes, mesh, target, kind) == 10 * links
 
 
 # The mesh axes, and the bytes per second: by NVLink, and by the ports of the GPUs that take part.
@@ -72,20 +72,22 @@ GPUS: dict[tuple[str, ...], float] = {
 def test_gpus(axes: tuple[str, ...]) -> None:
     target = Target.read("cuda:h100:64")
     kind, mesh = kind_of(target), described(target, {"data": 8, "model": 8})
-    assert bandwidth(axes, mesh, target, kind.hardware, kind) == GPUS[axes]
+    assert bandwidth(axes, mesh, target, kind) == GPUS[axes]
 
 
 def test_given_links() -> None:
-    mesh, kind = described(Target.read("tpu:v5e:2x4"), {"x": 2, "y": 4}), kind_of(None)
-    given = ft.Hardware(1, 1, {"x": 5.0, "y": 3.0})
-    assert bandwidth(("x",), mesh, None, given, kind) == 5
-    assert bandwidth(("x", "y"), mesh, None, given, kind) == 3
-    together = ft.Hardware(1, 1, {"x": 5.0, "y": 3.0, ("x", "y"): 8.0})
-    assert bandwidth(("x", "y"), mesh, None, together, kind) == 8
-    assert bandwidth(("x", "y"), mesh, None, ft.Hardware(1, 1, 7.0), kind) == 7
-    check_links({"x": 2, "z": 1}, given)
+    mesh, given = described(Target.read("tpu:v5e:2x4"), {"x": 2, "y": 4}), {"x": 5.0, "y": 3.0}
+
+    def of(links: Any, *axes: str) -> float:
+        return bandwidth(
+            axes, mesh, None, kind_of(None)._replace(hardware=ft.Hardware(1, 1, links))
+        )
+
+    assert of(given, "x") == 5 and of(given, "x", "y") == 3
+    assert of({**given, ("x", "y"): 8.0}, "x", "y") == 8 and of(7.0, "x", "y") == 7
+    check_links({"x": 2, "z": 1}, ft.Hardware(1, 1, given))
     with raises("hardware: `links` has no bandwidth for the mesh axis `z`"):
-        check_links({"x": 2, "z": 2}, given)
+        check_links({"x": 2, "z": 2}, ft.Hardware(1, 1, given))
 
 
 def ledger(*collectives: ft.Collective) -> ft.Ledger:

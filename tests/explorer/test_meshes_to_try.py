@@ -5,9 +5,7 @@ from typing import Any
 import pytest
 
 import functree as ft
-from functree.devices.targets import Target
-from functree.explorer.meshes_to_try import named_mesh_axes, trials
-from tests.lib.checks import raises
+from functree.explorer.meshes_to_try import candidates, named_mesh_axes
 
 P = ft.P
 RULES = ft.AxisRules({"batch": "data", "hidden": ("model", "data"), "embed": None})
@@ -31,9 +29,9 @@ def test_the_mesh_axes_that_a_layout_names(name: str) -> None:
     assert named_mesh_axes(layout) == axes
 
 
-def tried(meshes: Any, layouts: dict[str, Any], target: str | None = None) -> list[Any]:
-    named = None if target is None else Target.read(target)
-    return [(tuple(one.sizes.values()), one.name) for one in trials(meshes, layouts, named)]
+def tried(meshes: Any, layouts: dict[str, Any]) -> list[Any]:
+    found = candidates(meshes, layouts)
+    return [(tuple(one.mesh.values()), one.layout_name) for one in found]
 
 
 DATA, BOTH = P("data"), P("data", "model")
@@ -63,42 +61,3 @@ def test_a_dict_is_tried_with_every_layout_and_once() -> None:
     assert tried([mesh, mesh], {"data": DATA, "both": BOTH}) == wanted
     assert tried([mesh, 8], {"both": BOTH})[0] == ((2, 4), "both")
     assert len(tried([mesh, 8], {"both": BOTH})) == 4
-
-
-WRONG: dict[str, tuple[Any, dict[str, Any], str | None, str]] = {
-    "none": ([], {"data": DATA}, None, "explore: invalid meshes=[]: give dicts of sizes"),
-    "a text": (
-        "data=8",
-        {"data": DATA},
-        None,
-        "explore: invalid meshes='data=8': give dicts of sizes",
-    ),
-    "a text in a list": (["data=8"], {"data": DATA}, None, "explore: 'data=8' is not a mesh"),
-    "no size": (0, {"data": DATA}, None, "explore: invalid meshes=0: give dicts of sizes"),
-    "a wrong size": (
-        {"data": 0},
-        {"data": DATA},
-        None,
-        "a dict of mesh sizes must map names to positive integers",
-    ),
-    "no mesh axes": (8, {"none": P()}, None, "cannot divide 8 devices, because the layouts"),
-    "other devices than the target": (
-        {"data": 4},
-        {"data": DATA},
-        "tpu:v5e:2x4",
-        "explore: the mesh data=4 has 4 devices, but target='tpu:v5e:2x4' has 8",
-    ),
-    "more devices than there are": (
-        {"data": 8, "model": 2},
-        {"data": DATA},
-        None,
-        "the mesh data=8 × model=2 has 16 devices, but there are 8: give a target, such as",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_meshes(name: str) -> None:
-    meshes, layouts, target, message = WRONG[name]
-    with raises(message):
-        tried(meshes, layouts, target)
