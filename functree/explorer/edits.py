@@ -20,14 +20,15 @@ from functree.devices.specs import entry, mesh_axes, named_axes, of_rank, spec_t
 from functree.errors import FunctreeError, FunctreeWarning
 from functree.explorer.variant import Variant
 from functree.labels.leaves import read
-from functree.layout.layout import LayoutTree, as_layout, is_layout, walk
+from functree.layout.layout import as_layout, is_layout, walk
 from functree.layout.rules import AxisRules, with_rule
 from functree.layout.state_sharding import with_tables
 from functree.report.table import common_path, pattern_of
 from functree.transforms.jit.jitted import Jit
 from functree.transforms.ledger import LoweredCall
-from functree.tree.arrays import Tree, abstract, is_array
+from functree.tree.arrays import Tree, abstract
 from functree.tree.paths import Path
+from functree.tree.skeleton.skeleton import Skeleton
 
 
 class Edit(NamedTuple):
@@ -224,13 +225,11 @@ class Edits:
             fn = fn.changed(fn.__wrapped__, mesh=mesh)
         given = self._for_rules(fn)
         tables: dict[AxisRules, None] = {}
-        for option in fn.layouts.values():
-            for layout in _layouts_in(option):
-                tables |= {table: None for table in walk(layout) if isinstance(table, AxisRules)}
+        for layout in tree_leaves(fn.layouts, is_leaf=is_layout):
+            tables |= {one: None for one in walk(as_layout(layout)) if isinstance(one, AxisRules)}
         for table in tables:
             known = dict(reversed(table.pairs))
-            named = dict.fromkeys([*table.mentioned, *self._axes()])
-            for axis in named:
+            for axis in dict.fromkeys([*table.mentioned, *self._axes()]):
                 old = known.get(axis)
                 for new in [None, *sorted(self._used())]:
                     if new != old:
@@ -243,15 +242,12 @@ class Edits:
         Changed rules lay out these arguments differently. If the rules do not give all arguments
         except data their shardings, all arguments keep theirs.
         """
-        given, start = list[Tree](), 0
-        for argument in (*self._args, *self._kwargs.values()):
-            stop = start + sum(map(is_array, tree_leaves(argument)))
-            if not any(start <= i < stop for i in self._data):
-                argument = tree_map(_unplaced, argument)
-            given.append(argument)
-            start = stop
-        number = len(self._args)
-        args, kwargs = given[:number], dict(zip(self._kwargs, given[number:], strict=True))
+        skeleton, arrays = Skeleton.apart((tuple(self._args), dict(self._kwargs)))
+        given = [
+            array if i in self._data else abstract(jax.typeof(array))
+            for i, array in enumerate(arrays)
+        ]
+        args, kwargs = skeleton.fill(given)
         with suppress(FunctreeError, FunctreeWarning), warnings.catch_warnings():
             # Rules do not give arrays without names their shardings, but warn about them.
             warnings.simplefilter("error", FunctreeWarning)
@@ -276,13 +272,9 @@ class Edits:
             return layout and with_tables(as_layout(layout), changed)
 
         def lower() -> Lowered:
-            options = {
-                name: tree_map(relaid, option, is_leaf=is_layout)
-                for name, option in fn.layouts.items()
-            }
-            other = fn.changed(fn.__wrapped__, **options)
+            options = tree_map(relaid, fn.layouts, is_leaf=is_layout)
             args, kwargs = given
-            traced = other.trace(*args, **kwargs)
+            traced = fn.changed(fn.__wrapped__, **options).trace(*args, **kwargs)
             _, arrays = traced.of_arrays()
             for i in self._data:
                 if not _lies_as(arrays[i], self._call.arrays[i]):
@@ -294,15 +286,8 @@ class Edits:
 
     def _axes(self) -> Iterator[str]:
         """Yield the axis names of all arguments."""
-        for argument in (*self._args, *self._kwargs.values()):
-            for leaf in read(argument, None).leaves:
-                for name in leaf.axes or ():
-                    if isinstance(name, str):
-                        yield name
-
-
-def _unplaced(leaf: Any) -> Any:
-    return abstract(jax.typeof(leaf)) if is_array(leaf) else leaf
+        for leaf in read((*self._args, *self._kwargs.values()), None).leaves:
+            yield from filter(None, leaf.axes)
 
 
 def _lies_as(array: Any, other: Any) -> bool:
@@ -310,14 +295,6 @@ def _lies_as(array: Any, other: Any) -> bool:
     if here is None or there is None:
         return here is there
     return is_sharded_as(array, there)
-
-
-def _layouts_in(option: LayoutTree) -> Iterator[Any]:
-    layouts: list[Any] = []
-    tree_map(layouts.append, option, is_leaf=is_layout)
-    for layout in layouts:
-        if layout is not None:
-            yield as_layout(layout)
 
 
 def _inside(path: Path) -> tuple[Any, ...]:
