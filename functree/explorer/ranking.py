@@ -122,10 +122,10 @@ class Ranking:
         lines = paragraphs(self._head())
         runs, refused = _divided(self.rows)
         if runs:
-            lines += ["", *columns(_aligned(_TITLES), _WIDTHS, "score")]
+            lines += ["", *columns(_TITLES, _WIDTHS, "score")]
             for row in runs:
                 score = seconds_text(row.score or 0)
-                lines += row_lines(_aligned(_cells(row)), _WIDTHS, score, _details(row, runs[0]))
+                lines += row_lines(_cells(row), _WIDTHS, score, _details(row, runs[0]))
             lines += ["", *paragraphs(self._notes())]
         if refused:
             lines += ["", "cannot run:"]
@@ -283,7 +283,7 @@ def problem_lines(one: Candidate) -> Iterator[str]:
 
 # The table
 
-_TITLES = ("", "layout", "mesh", "peak", "compute", "wire")
+_TITLES = ("", "layout", "mesh", *(title.rjust(10) for title in ("peak", "compute", "wire")))
 _WIDTHS = (2, 22, 24, 10, 10, 10)
 
 
@@ -292,16 +292,7 @@ def _cells(one: Candidate) -> Sequence[str]:
     mark = "=" if one.tied else ""
     if one.is_frontier:
         mark += "*"
-    return (
-        mark,
-        one.layout_name,
-        mesh_text(one.mesh),
-        bytes_text(one.peak_bytes or 0),
-        seconds_text(one.compute_seconds or 0),
-        seconds_text(one.wire_seconds or 0),
-    )
-
-
-def _aligned(cells: Sequence[str]) -> Sequence[str]:
-    """Align numbers, in the last three cells, to the right."""
-    return (*cells[:3], *(cell.rjust(10) for cell in cells[3:]))
+    peak = bytes_text(one.peak_bytes or 0)
+    compute, wire = seconds_text(one.compute_seconds or 0), seconds_text(one.wire_seconds or 0)
+    numbers = [text.rjust(10) for text in (peak, compute, wire)]
+    return mark, one.layout_name, mesh_text(one.mesh), *numbers
