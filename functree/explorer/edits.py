@@ -13,7 +13,7 @@ from jax.tree_util import tree_leaves, tree_map
 
 from functree.compiled.layouts import Layouts, result_name
 from functree.compiled.ledger import Ledger
-from functree.compiled.shardy import CONSTRAINT
+from functree.compiled.shardy import ARGUMENT, CONSTRAINT
 from functree.compiled.verdicts import COMPILER
 from functree.devices.placement import first_mesh, is_sharded_as
 from functree.devices.specs import entry, mesh_axes, named_axes, of_rank, spec_text, without
@@ -81,6 +81,12 @@ class Edits:
             for row in layouts
             if row.op == CONSTRAINT and row.source in there
         }
+        # The mesh axes that shard an argument. The compiler may use a part of a mesh axis, which
+        # has another name.
+        self._used = set[str]()
+        for row in layouts:
+            if row.op == ARGUMENT:
+                self._used |= named_axes(row.spec) & layouts.sizes.keys()
 
     def __iter__(self) -> Iterator[Edit]:
         blamed, others = dict[str, None](), dict[str, None]()
@@ -124,7 +130,12 @@ class Edits:
         # On Explicit axes, the types in the trace would change.
         if not isinstance(sharding, NamedSharding) or AxisType.Explicit in sharding.mesh.axis_types:
             return
-        paths, same = self._call.parameters, self._laid_as(i, variant)
+        paths, like = self._call.parameters, (array.shape, sharding)
+        same = [
+            j
+            for j, other in enumerate(variant.inputs)
+            if (other.shape, other.sharding) == like and j not in self._data
+        ]
         alike = [j for j in same if pattern_of(paths[j]) == pattern_of(paths[i])]
         tails = {_inside(paths[j]) for j in alike}
         inputs = [j for j in same if _ends_with(paths[j], tails)]
@@ -137,19 +148,9 @@ class Edits:
         old = of_rank(sharding.spec, len(array.shape))
         for spec in self._specs(old, array.shape, sharding):
             new = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
-            changed = variant.with_inputs(dict.fromkeys([*alike, *inputs], new))
-            changed = changed.with_outputs(dict.fromkeys(outputs, new))
+            changed = variant.with_sharding(new, {*alike, *inputs}, outputs)
             text = f"shard `{what}` with {spec_text(spec)} instead of {spec_text(old)}"
             yield Edit(text, None, what, changed.lower)
-
-    def _laid_as(self, i: int, variant: Variant) -> list[int]:
-        """Return the parameters, except data, with the same shape and sharding as this one."""
-        same = (variant.inputs[i].shape, variant.inputs[i].sharding)
-        return [
-            j
-            for j, other in enumerate(variant.inputs)
-            if (other.shape, other.sharding) == same and j not in self._data
-        ]
 
     def _specs(
         self, spec: PartitionSpec, shape: Sequence[int], sharding: NamedSharding
@@ -159,7 +160,7 @@ class Edits:
         A mesh axis that a dimension gains is removed from the dimension that it sharded before.
         Mesh axes that no argument uses stay unused.
         """
-        sizes, used = sharding.mesh.shape, sorted(self._used())
+        sizes, used = sharding.mesh.shape, sorted(self._used)
         specs: dict[PartitionSpec, None] = {}
         for dim, size in enumerate(shape):
             old_axes = mesh_axes(spec.partitions[dim])
@@ -171,15 +172,6 @@ class Edits:
                 entries[dim] = entry(axes)
                 specs[PartitionSpec(*entries)] = None
         yield from (candidate for candidate in specs if candidate != spec)
-
-    def _used(self) -> set[str]:
-        """Return the mesh axes that shard an argument."""
-        used: set[str] = set()
-        for array in self._call.arrays:
-            sharding = getattr(array, "sharding", None)
-            if isinstance(sharding, NamedSharding):
-                used |= named_axes(sharding.spec)
-        return used
 
     def _of_result(self, i: int, variant: Variant) -> Iterator[Edit]:
         """Yield edits that shard a result like the replaced parameter, or remove its own layout."""
@@ -195,24 +187,20 @@ class Edits:
         replaced = self._replaced(i, variant)
         if replaced is not None:
             path, sharding = replaced
-            changed = variant.with_outputs(dict.fromkeys(alike, sharding))
+            changed = variant.with_sharding(sharding, outputs=alike)
             text = f"shard `{what}` with {spec_text(sharding.spec)}, like `{path}`"
             yield Edit(text, None, what, changed.lower)
-        changed = variant.with_outputs(dict.fromkeys(alike, None))
+        changed = variant.with_sharding(None, outputs=alike)
         text = f"remove the layout {spec_text(old.spec)} of `{what}`"
         yield Edit(text, None, what, changed.lower)
 
     def _replaced(self, i: int, variant: Variant) -> tuple[Path, NamedSharding] | None:
         """Return the replaced parameter and its sharding, if the result is sharded differently."""
-        result_sharding = variant.outputs[i]
         for path, parameter in zip(self._call.parameters, variant.inputs, strict=True):
+            sharding = parameter.sharding
             replaces = _ends_with(self._call.results[i], {_inside(path)})
-            if (
-                result_sharding is not None
-                and replaces
-                and isinstance(parameter.sharding, NamedSharding)
-            ):
-                return None if parameter.sharding == result_sharding else (path, parameter.sharding)
+            if replaces and isinstance(sharding, NamedSharding):
+                return None if sharding == variant.outputs[i] else (path, sharding)
         return None
 
     def _of_rules(self, is_blamed: bool) -> Iterator[Edit]:
@@ -231,7 +219,7 @@ class Edits:
             known = dict(reversed(table.pairs))
             for axis in dict.fromkeys([*table.mentioned, *self._axes()]):
                 old = known.get(axis)
-                for new in [None, *sorted(self._used())]:
+                for new in [None, *sorted(self._used)]:
                     if new != old:
                         edit = self._of_rule(fn, given, table, axis, old, new)
                         yield edit._replace(is_blamed=is_blamed)

@@ -1,6 +1,5 @@
 """`explore` ranks a function's layouts on several meshes, based on their compiled programs."""
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -253,6 +252,6 @@ def _problems_of(error: Exception) -> tuple[Problem, ...]:
     """Return an error's headline and the problems that it lists."""
     if not isinstance(error, FunctreeError):
         return (Problem(None, None, "", error_text(error)),)
-    headline = re.split(r"\n\s*\n", str(error).strip(), maxsplit=1)[0]
+    headline, *_ = str(error).split("\n\n")
     listed = [problem for problem in error.problems if problem.why != str(error)]
     return (Problem(None, None, "", headline), *listed)

@@ -1,6 +1,6 @@
 """A `Variant` is a traced program whose constraints and shardings can be changed."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,6 +8,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.stages import Lowered
+from jax.tree_util import tree_map
 
 from functree.calls.program import around
 from functree.compiled.sources import lines_of
@@ -81,17 +82,16 @@ class Variant:
         """Return the program without the constraints on a source line."""
         return replace(self, program=_Without(line).program(self.program))
 
-    def with_inputs(self, shardings: Mapping[int, NamedSharding]) -> "Variant":
-        """Return the program with different shardings for some inputs."""
-        inputs = list(self.inputs)
-        for i, sharding in shardings.items():
-            inputs[i] = _laid(inputs[i], sharding)
-        return replace(self, inputs=tuple(inputs))
-
-    def with_outputs(self, shardings: Mapping[int, NamedSharding | None]) -> "Variant":
-        """Return the program with different shardings for some outputs."""
-        outputs = [shardings.get(i, output) for i, output in enumerate(self.outputs)]
-        return replace(self, outputs=tuple(outputs))
+    def with_sharding(
+        self,
+        sharding: NamedSharding | None,
+        inputs: Collection[int] = (),
+        outputs: Collection[int] = (),
+    ) -> "Variant":
+        """Return the program with a different sharding for some inputs and outputs."""
+        arrays = [_laid(x, sharding) if i in inputs else x for i, x in enumerate(self.inputs)]
+        shardings = [sharding if i in outputs else x for i, x in enumerate(self.outputs)]
+        return replace(self, inputs=tuple(arrays), outputs=tuple(shardings))
 
 
 def _laid(array: Any, sharding: object) -> jax.ShapeDtypeStruct:
@@ -138,19 +138,13 @@ class _Without:
 
         equations: list[JaxprEqn] = []
         for equation in jaxpr.eqns:
-            [*operands] = seen(equation.invars)
+            operands = seen(equation.invars)
             if _line(equation) == self._line:
                 same[equation.outvars[0]] = operands[0]
                 continue
-            params = {name: self._parameter(value) for name, value in equation.params.items()}
+            params = tree_map(self._inner, equation.params)
             equations.append(equation.replace(invars=operands, params=params))
         return jaxpr.replace(eqns=equations, outvars=seen(jaxpr.outvars))
 
-    def _parameter(self, value: Any) -> Any:
-        if isinstance(value, ClosedJaxpr | Jaxpr):
-            return self.program(value)
-        # A plain tuple may hold the branches of `cond`. A named tuple, such as the dimensions of a
-        # convolution, is kept.
-        if type(value) is tuple and value and isinstance(value[0], ClosedJaxpr | Jaxpr):
-            return tuple(map(self.program, value))
-        return value
+    def _inner(self, value: Any) -> Any:
+        return self.program(value) if isinstance(value, ClosedJaxpr | Jaxpr) else value

@@ -163,9 +163,8 @@ class Why:
         content = section_html("Fixes", notes_html([], map(str, self.fixes)))
         content += section_html("Trades", notes_html([], map(str, self.trades)))
         content += section_html("Hints", notes_html([], self.hints))
-        if rows:
-            table = table_html(("collective", "verdict", "cause"), rows)
-            content += section_html("Collectives", table)
+        table = table_html(("collective", "verdict", "cause"), rows)
+        content += section_html("Collectives", table)
         return report_html(f"Why {self.name} moves arrays", code(self._head()), content, page)
 
 
@@ -259,12 +258,12 @@ def why(
     layouts = call.layouts()  # raises, before anything is compiled, if they are unavailable
     ledger, text = call.compiled()
     edits = list(Edits(call, args, kwargs, layouts, ledger))
-    ranked = _tried("why: {} ranked", edits, lambda edit: moved_bytes(edit.lower()), progress)
-    chosen = _chosen(ranked, moved_bytes(call.lowered), compilations)
+    estimated = _tried("why: {} ranked", edits, lambda edit: moved_bytes(edit.lower()), progress)
+    chosen = _chosen(estimated, moved_bytes(call.lowered), compilations)
     before = _Figures.of(ledger, text)
     tried = _tried("why: {} compiled", chosen, lambda edit: _measured(edit, call, before), progress)
-    measured = [one for _, one in tried]
-    less = sorted((one for one in measured if one.is_less), key=_order)
+    less = [one for _, one in tried if one.fix.moved[1] < _WORTH * one.fix.moved[0]]
+    less.sort(key=_order)
     fixes = [one for one in less if one.is_fix]
     rows = tuple(_rows(ledger, fixes))
     return Why(
@@ -274,8 +273,8 @@ def why(
         tuple(one.fix for one in less if not one.is_fix),
         tuple(_hints(rows)),
         ledger.data,
-        len(ranked),
-        len(measured),
+        len(estimated),
+        len(tried),
     )
 
 
@@ -298,13 +297,11 @@ class _Measured(NamedTuple):
 
     Attributes:
         fix: the edit with its figures.
-        is_less: whether it moves less.
         is_fix: whether its flops and memory are within the limits for a fix.
         left: the bytes that are still moved, by the collectives' properties.
     """
 
     fix: Fix
-    is_less: bool
     is_fix: bool
     left: Mapping[Hashable, int]
 
@@ -351,13 +348,12 @@ def _measured(edit: Edit, call: LoweredCall, before: _Figures) -> _Measured:
         compiled, call.name, call.parameters, call.results, None, None, of_program=False
     )
     after = _Figures.of(ledger, compiled.as_text() or "")
-    pairs = list(zip(before, after, strict=True))
-    moved, peak, flops, _ = pairs
+    moved, peak, flops, _ = zip(before, after, strict=True)
     is_fix = after.flops <= _FLOPS * before.flops
     is_fix &= after.peak <= _MEMORY * before.peak
     is_fix &= after.arguments <= _MEMORY * before.arguments
     fix = Fix(edit.change, edit.source, moved, peak, flops)
-    return _Measured(fix, moved[1] < _WORTH * moved[0], is_fix, _by_kind(ledger.collectives))
+    return _Measured(fix, is_fix, _by_kind(ledger.collectives))
 
 
 def _by_kind(collectives: Sequence[Collective]) -> Counter[Hashable]:
