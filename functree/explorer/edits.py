@@ -102,9 +102,13 @@ class Edits:
             for i, path in enumerate(self._call.results):
                 if self._replaced(i, self._variant) is not None:
                     others[result_name(path)] = None
+            # Layers share edits.
+            known = set[tuple[str, str | None]]()
             for origin in dict.fromkeys([*blamed, *others]):
                 for edit in self._of_origin(origin, self._variant):
-                    yield edit._replace(is_blamed=origin in blamed)
+                    if (edit.change, edit.source) not in known:
+                        yield edit._replace(is_blamed=origin in blamed)
+                    known.add((edit.change, edit.source))
         if self._ledger.collectives:
             yield from self._of_rules(bool(blamed))
 

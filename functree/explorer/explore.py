@@ -138,7 +138,7 @@ class _Exploration(NamedTuple):
         # An error about a mesh is raised before anything is compiled.
         waiting = [(one, self._mesh(one)) for one in planned if not one.problems]
         done: list[Candidate] = []
-        errors: list[Exception] = []
+        users_errors: list[Exception] = []
         for (candidate, _), result in attempts(
             "explore: {} compiled",
             waiting,
@@ -147,13 +147,13 @@ class _Exploration(NamedTuple):
             progress,
         ):
             if isinstance(result, Exception):
-                errors.append(result)
+                if not isinstance(result, FunctreeError | jax.errors.JaxRuntimeError):
+                    users_errors.append(result)
                 result = replace(candidate, problems=_problems_of(result))
             done.append(result)
-        # An error in the user's code that every candidate raises does not come from the layouts.
-        if errors and len(errors) == len(waiting):
-            if not isinstance(errors[0], FunctreeError | jax.errors.JaxRuntimeError):
-                raise errors[0]
+        # If the user's code fails for every candidate, the layouts are not the cause.
+        if users_errors and len(users_errors) == len(waiting):
+            raise users_errors[0]
         for candidate, _ in waiting[len(done) :]:
             done.append(replace(candidate, problems=(NOT_COMPILED,)))
         return done + refused

@@ -80,8 +80,6 @@ class Step:
 def _abstractly_bound(fn: Callable[..., Tree]) -> Callable[..., Tree]:
     """Make a function's bound arguments abstract, including a method's instance."""
     fun, args, kwargs = Partial.of(fn)
-    if not args and not kwargs:
-        return fn
     return functools.partial(fun, *_abstract(args), **_abstract(dict(kwargs)))
 
 
