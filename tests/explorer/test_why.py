@@ -381,6 +381,16 @@ def test_blamed_is_the_origin_of_what_nobody_asked_for(name: str):
     assert of_weights == {("w.up", blamed), ("w.down", blamed)}
 
 
+def test_layers_share_edits():
+    def deep(w: Any, x: Any) -> Any:
+        return jnp.mean(plain(w[1], jax.nn.relu(x @ w[0]["up"]) @ w[0]["down"]))
+
+    one = call(jax.grad(deep), (W, W), X, in_shardings=((TENSOR, TENSOR), P("data")), mesh=MESH)
+    edits = list(Edits(one, ((W, W), X), {}, one.layouts(), one.compiled()[0]))
+    assert {edit.place for edit in edits} == {"w.{0-1}.up", "w.{0-1}.down"}
+    assert len(edits) == len({edit.change for edit in edits})
+
+
 def test_a_batch_with_as_many_arrays_as_the_model_is_data():
     def of(w: Any, batch: Any) -> Any:
         return loss(w, batch["x"]) * jnp.mean(batch["y"])
