@@ -158,7 +158,7 @@ def mesh_picture() -> str:
     drawing = Drawing(
         "Three arrays sharded over a mesh of two by four devices, using the names of their axes"
     )
-    arrays = Arrays(Pictures(SIZES, "m"), drawing)
+    arrays = Arrays(Pictures(SIZES), drawing)
     drawing.code(24, 36, "mesh = ft.make_mesh(data=2, model=4)")
     draw_mesh(drawing, 78, 78, 42)
     for i, (axis, mesh_axis) in enumerate(RULES.items()):
@@ -188,7 +188,7 @@ def plan_picture() -> str:
     drawing = Drawing(
         "The plan of a model: each array with its shards, its spec, the reason and its bytes"
     )
-    arrays = Arrays(Pictures(SIZES, "p"), drawing)
+    arrays = Arrays(Pictures(SIZES), drawing)
     drawing.code(24, 36, "ft.plan(model, rules, mesh)")
     drawing.text(WIDTH - 24, 36, "mesh (data=2, model=4)", "muted", "end")
     for i, row in enumerate(plan):
@@ -212,7 +212,7 @@ def leaf_picture() -> str:
     model = ft.init(Classifier, rules, mesh)(jax.random.key(0))
     row, array = ft.plan(model, rules, mesh)["blocks.0.up"], model.blocks[0].up
     drawing = Drawing("One leaf in five steps, from its annotation to the array on the devices")
-    arrays = Arrays(Pictures(SIZES, "l"), drawing)
+    arrays = Arrays(Pictures(SIZES), drawing)
     dimensions = Block.__annotations__["up"].dim_str
     shape = "×".join(map(str, row.shape))
     steps = [
@@ -263,7 +263,7 @@ def stack_picture() -> str:
     """Draw how FSDP shards a stack, and when it gathers a layer."""
     row, ledger = stack_step()
     drawing = Drawing("A stack of four layers under FSDP, which gathers one layer at a time")
-    arrays = Arrays(Pictures({"data": 4}, "s"), drawing)
+    arrays = Arrays(Pictures({"data": 4}), drawing)
     layers, *shape = row.shape
     _, *axes = cut_of(row).axes
     drawing.code(24, 36, f"{row.path}: {row.dtype}{list(row.shape)} as {row.spec}")
@@ -306,7 +306,7 @@ def shards_text(shape: tuple[int, ...], spec: jax.sharding.PartitionSpec) -> tup
 def specs_picture() -> str:
     """Draw one array on a mesh of 2 × 4, sharded by four specs."""
     drawing = Drawing("A mesh of two by four devices, and one array sharded by four specs")
-    arrays = Arrays(Pictures(SIZES, "x"), drawing)
+    arrays = Arrays(Pictures(SIZES), drawing)
     drawing.code(24, 36, "mesh = ft.make_mesh(data=2, model=4)")
     draw_mesh(drawing, 78, 78, 42)
     drawing.text(290, 92, "Each device has a number and a color.", "muted")

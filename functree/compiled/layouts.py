@@ -1,7 +1,6 @@
 """`Layouts` shows how each operation of a lowered program will be sharded, and why."""
 
 import html
-import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -122,8 +121,7 @@ class Layouts:
         return self._html(page=False)
 
     def _html(self, page: bool) -> str:
-        # A notebook may show several layouts, so the names of their pictures must differ.
-        pictures = Pictures(self.sizes, f"laid{zlib.crc32(repr(self.rows).encode()):x}-")
+        pictures = Pictures(self.sizes)
         content = ""
         for source, rows in self._by_source():
             lines = ""

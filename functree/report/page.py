@@ -7,6 +7,7 @@ script, as in a notebook, the report can still be read and folded. The script ad
 import html
 import math
 import re
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
@@ -326,14 +327,11 @@ class Pictures:
 
     Args:
         sizes: the sizes of the mesh axes.
-        prefix: the beginning of the pictures' names, unique in the page.
     """
 
-    def __init__(self, sizes: Mapping[str, int], prefix: str):
+    def __init__(self, sizes: Mapping[str, int]):
         self._sizes: dict[str, int] = dict(sizes)
-        self._prefix: str = prefix
-        self._symbols: dict[str, str] = {}  # names by drawing
-        self._stripes: dict[tuple[int, ...], str] = {}  # names by devices
+        self._definitions: dict[str, str] = {}  # by name
 
     def of(self, shape: Sequence[int], cuts: Sequence[tuple[str, ...]]) -> str:
         """Draw the picture of an array.
@@ -353,26 +351,22 @@ class Pictures:
         for i, j in product(range(shown.shape[0]), range(shown.shape[1])):
             at = _rect(left + j * wide, top + i * high, wide - gap, high - gap)
             content += f'<rect {at} fill="{self._fill(shown[i, j])}"/>'
-        return self._shared(content)
+        name = self._defined("symbol", f'viewBox="0 0 {WIDE} {HIGH}"', content)
+        return f'<svg role="img"><use href="#{name}"/></svg>'
 
     def definitions(self) -> str:
         """Render the definitions of the pictures, which the page must include once."""
-        content = ""
-        for devices, name in self._stripes.items():
-            stops = ""
-            for i, device in enumerate(devices):
-                # Each color has two stops, so there is no transition.
-                for end in (i, i + 1):
-                    stops += (
-                        f'<stop offset="{end / len(devices):.3g}" '
-                        f'stop-color="{device_color(device, self._sizes)}"/>'
-                    )
-            content += f'<linearGradient id="{name}" y2="1">{stops}</linearGradient>'
-        for drawn, name in self._symbols.items():
-            content += f'<symbol id="{name}" viewBox="0 0 {WIDE} {HIGH}">{drawn}</symbol>'
         # The attribute `hidden` would not work: a symbol that is not displayed cannot be used
         # elsewhere.
+        content = "".join(self._definitions.values())
         return f'<svg class="symbols" aria-hidden="true">{content}</svg>'
+
+    def _defined(self, tag: str, attributes: str, content: str) -> str:
+        """Define an element, and return its name."""
+        # A notebook may show several reports. Equal names in them stand for equal elements.
+        name = f"cut{zlib.crc32(content.encode()):x}"
+        self._definitions[name] = f'<{tag} id="{name}" {attributes}>{content}</{tag}>'
+        return name
 
     def _blocks(
         self, rows: Sequence[Sequence[str]], columns: Sequence[Sequence[str]]
@@ -388,17 +382,18 @@ class Pictures:
         return devices.reshape(_parts(down, self._sizes), _parts(across, self._sizes), -1)
 
     def _fill(self, devices: np.ndarray) -> str:
-        if len(devices) > MOST:
-            devices = devices[np.linspace(0, len(devices) - 1, MOST).round().astype(int)]
         if len(devices) == 1:
             return device_color(int(devices[0]), self._sizes)
-        key = tuple(devices.tolist())
-        name = self._stripes.setdefault(key, f"{self._prefix}s{len(self._stripes)}")
+        if len(devices) > MOST:
+            devices = devices[np.linspace(0, len(devices) - 1, MOST).round().astype(int)]
+        stops = ""
+        for i, device in enumerate(devices.tolist()):
+            stripe = device_color(device, self._sizes)
+            # Each color has two stops, so there is no transition.
+            for end in (i, i + 1):
+                stops += f'<stop offset="{end / len(devices):.3g}" stop-color="{stripe}"/>'
+        name = self._defined("linearGradient", 'y2="1"', stops)
         return f"url(#{name})"
-
-    def _shared(self, drawn: str) -> str:
-        name = self._symbols.setdefault(drawn, f"{self._prefix}{len(self._symbols)}")
-        return f'<svg role="img"><use href="#{name}"/></svg>'
 
 
 def device_color(device: int, sizes: Mapping[str, int]) -> str:

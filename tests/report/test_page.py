@@ -180,15 +180,13 @@ Cuts = Sequence[tuple[str, ...]]
 
 def blocks(shape: Sequence[int], cuts: Cuts, sizes: dict[str, int] = SIZES) -> list[list[str]]:
     """The colors of the devices of each block, from left to right and from top to bottom."""
-    pictures = Pictures(sizes, "p")
-    use = pictures.of(shape, cuts)
+    pictures = Pictures(sizes)
+    pictures.of(shape, cuts)
     drawn = pictures.definitions()
-    name = re.findall(r'href="#(\w+)"', use)[0]
     stripes: dict[str, list[str]] = {}
     for key, stops in re.findall(r'<linearGradient id="(\w+)" y2="1">(.*?)</linear', drawn):
         stripes[f"url(#{key})"] = re.findall(r'stop-color="(.*?)"', stops)[::2]
-    symbol = re.findall(rf'<symbol id="{name}".*?</symbol>', drawn)[0]
-    return [stripes.get(fill, [fill]) for fill in re.findall('fill="(.*?)"', symbol)]
+    return [stripes.get(fill, [fill]) for fill in re.findall('fill="(.*?)"', drawn)]
 
 
 CUTS: dict[str, tuple[tuple[int, ...], Cuts]] = {
@@ -218,7 +216,7 @@ def test_blocks_are_on_the_devices_that_jax_has_them_on(case: str) -> None:
 
 
 def test_without_cuts_the_largest_dimensions_are_drawn() -> None:
-    one, other = Pictures(SIZES, "p"), Pictures(SIZES, "p")
+    one, other = Pictures(SIZES), Pictures(SIZES)
     one.of((64, 8, 4), [(), (), ()])
     other.of((64, 8), [(), ()])
     assert one.definitions() == other.definitions() != ""
@@ -238,7 +236,7 @@ def test_a_large_mesh_is_drawn_in_part() -> None:
 
 
 def test_the_title_tells_copies() -> None:
-    pictures = Pictures(SIZES, "p")
+    pictures = Pictures(SIZES)
     for cuts in ([(), ()], [("model",), ()], [("data",), ("model",)]):
         pictures.of((8, 8), cuts)
     assert re.findall("<title>(.*?)</title>", pictures.definitions()) == [
@@ -250,7 +248,7 @@ def test_the_title_tells_copies() -> None:
 
 @pytest.mark.parametrize("shape", [(), (1,), (10**9,), (1, 10**9), (10**9, 1), (0, 4), (3, 5, 7)])
 def test_pictures_stay_in_their_frame(shape: tuple[int, ...]) -> None:
-    pictures = Pictures(SIZES, "p")
+    pictures = Pictures(SIZES)
     pictures.of(shape, [()] * len(shape))
     for rect in re.findall(r"<rect (.*?)/>", pictures.definitions()):
         at = {

@@ -1,7 +1,6 @@
 """`PlanPage` renders a plan as HTML: a collapsible tree with a picture of each array's shards."""
 
 import html
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -106,9 +105,7 @@ class PlanPage(NamedTuple):
             left_out += "(`plan.html()` shows all lines)"
             least = sorted(group.per_device for group in groups)[-at_most]
             groups = [group for group in groups if group.per_device >= least][:at_most]
-        # A notebook may have several plans, so the pictures' names have a prefix.
-        prefix = f"cut{zlib.crc32(repr(self.rows[:MOST_LINES]).encode()):x}-"
-        pictures = Pictures(self.sizes, prefix)
+        pictures = Pictures(self.sizes)
         tree = tree_html([self._leaf(group, pictures) for group in groups], "all arrays", "array")
         notes = notes_html([], [left_out] if left_out else [])
         return section_html("Arrays", pictures.definitions(), tree, notes)
