@@ -1,6 +1,5 @@
 """A `Diff` lists the differences between two plans or two ledgers, as rows and as text."""
 
-import html
 import math
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -8,7 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
-from functree.report.page import code, leaf_html, notes_html, report_html
+from functree.report.page import code, leaf_html, report_html
 from functree.report.table import (
     Bytes,
     alternatives,
@@ -73,29 +72,19 @@ class Diff:
 
     def _lines(self) -> Iterator[str]:
         if not self.rows:
-            yield NOTHING
+            yield "nothing differs"
             return
-        yield from self.total_lines()
-        for line in self.folded():
-            path = f"{line.path}: " if line.path else ""
-            times = f" (×{line.rows})" if line.rows > 1 else ""
-            yield f"{path}{line.what} {line.change}{times}"
-
-    def total_lines(self) -> Iterator[str]:
-        """Yield a line for each total."""
         for _, what, before, after in self.totals:
             if before == after:
                 yield f"{what}: {before} in both"
             else:
                 yield f"{what}: {_change_text(before, after)}"
-
-    def folded(self) -> Iterator["Folded"]:
-        """Yield a line for each group of equal changes, across layers and a module's parameters."""
+        # Equal changes, across layers and a module's parameters, share a line.
         for rows in _alike(self.rows):
             path, _, before, after = rows[0]
-            name = common_path([row.path for row in rows]) if path else ""
-            change = _change_text(before, after)
-            yield Folded(name, _common_what(rows), change, len(rows))
+            name = f"{common_path([row.path for row in rows])}: " if path else ""
+            times = f" (×{len(rows)})" if len(rows) > 1 else ""
+            yield f"{name}{_common_what(rows)} {_change_text(before, after)}{times}"
 
     def html(self) -> str:
         """Render the differences as an HTML page."""
@@ -105,30 +94,10 @@ class Diff:
         return self._html(page=False)
 
     def _html(self, page: bool) -> str:
-        content = "".join(map(_line_html, self.folded()))
-        notes = self.total_lines() if self.rows else [NOTHING]
-        sections = notes_html([], notes) + f"<section>{content}</section>"
-        return report_html("Differences", "", sections, page)
-
-
-NOTHING = "nothing differs"
-"""The text of a `Diff` without rows."""
-
-
-class Folded(NamedTuple):
-    """The text of changes that differ only in their paths.
-
-    Attributes:
-        path: the common path; empty if the changes do not concern single leaves.
-        what: the property.
-        change: its values before and after, and the change of a number of bytes in percent.
-        rows: the number of changes.
-    """
-
-    path: str
-    what: str
-    change: str
-    rows: int
+        content = ""
+        for line in self._lines():
+            content += leaf_html(line, code(line), "")
+        return report_html("Differences", "", f"<section>{content}</section>", page)
 
 
 def _alike(rows: Sequence[Change]) -> list[list[Change]]:
@@ -210,16 +179,6 @@ def _change_text(before: object, after: object) -> str:
     digits = f"{percent:,.0f}" if percent >= 1 else f"{percent:.1g}"
     sign = "−" if after < before else "+"
     return f"{text} ({sign}{digits} %)"
-
-
-def _line_html(line: Folded) -> str:
-    # Narrow lines may break at the space.
-    text = code(line.path, "name") + " " if line.path else ""
-    text += html.escape(line.what)
-    if line.rows > 1:
-        text += f' <span class="muted">×{line.rows}</span>'
-    text += f'<div class="why">{html.escape(line.change)}</div>'
-    return leaf_html(line.path, text, "")
 
 
 def changes(
