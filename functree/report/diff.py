@@ -145,14 +145,6 @@ def _exact(value: object) -> str:
     return str(int(value)) if isinstance(value, Bytes) else str(value)
 
 
-def _grown(rows: Sequence[Change]) -> int | None:
-    """Sum the increase in bytes over equal changes, or return None if the values are not bytes."""
-    _, _, before, after = rows[0]
-    if not isinstance(before, Bytes) and not isinstance(after, Bytes):
-        return None
-    return len(rows) * ((after or 0) - (before or 0))
-
-
 def by_bytes(rows: Sequence[Change]) -> tuple[Change, ...]:
     """Sort changes by bytes, largest first; the bytes of changes on one line are added up.
 
@@ -161,10 +153,10 @@ def by_bytes(rows: Sequence[Change]) -> tuple[Change, ...]:
     """
 
     def weight(alike: Sequence[Change]) -> float:
-        grown = _grown(alike)
-        if grown is not None:
-            return abs(grown)
-        return 0 if isinstance(alike[0].before, int) else math.inf
+        _, _, before, after = alike[0]
+        if isinstance(before, Bytes) or isinstance(after, Bytes):
+            return len(alike) * abs((after or 0) - (before or 0))
+        return 0 if isinstance(before, int) else math.inf
 
     return tuple(chain.from_iterable(sorted(_alike(rows), key=weight, reverse=True)))
 

@@ -103,17 +103,12 @@ def code(text: str, kind: str = "") -> str:
     return f"<code{of_class}>{html.escape(text)}</code>"
 
 
-def color(index: int) -> int:
-    """Return the color number of a mesh axis or part. The sixth and later ones share a color."""
-    return min(index, 5)
-
-
 def mesh_axes_html(axes: Sequence[str] | None, sizes: Mapping[str, int]) -> str:
-    """Render the names of mesh axes, each in its color."""
+    """Render the names of mesh axes, each in its color. The sixth and later ones share a color."""
     if axes is None:
         return "?"
-    colors = {name: color(index) for index, name in enumerate(sizes)}
-    return " ".join(code(axis, f"a{colors.get(axis, color(len(sizes)))}") for axis in axes)
+    colors = {name: min(index, 5) for index, name in enumerate(sizes)}
+    return " ".join(code(axis, f"a{colors.get(axis, 5)}") for axis in axes)
 
 
 class Segment(NamedTuple):
@@ -316,7 +311,6 @@ def leaf_html(path: str, content: str, size: str, picture: str = "") -> str:
 MOST = 8
 """The maximum number of blocks drawn along a dimension, and of devices drawn in a block."""
 WIDE, HIGH = 76, 48
-_AREA = 72.0, 44.0  # for two dimensions
 
 
 class Pictures:
@@ -343,7 +337,9 @@ class Pictures:
         rows, columns = _drawn(shape, cuts)
         blocks = self._blocks([cuts[dim] for dim in rows], [cuts[dim] for dim in columns])
         number, shown = blocks.shape[0] * blocks.shape[1], blocks[:MOST, :MOST]
-        width, height = _extent([shape[dim] for dim in (*rows, *columns[:1])])
+        # An array with one dimension is drawn as a line, and a scalar as a dot.
+        width = 72 if columns else 14
+        height = 44 if rows else 14
         left, top = (WIDE - width) / 2, (HIGH - height) / 2
         high, wide = height / shown.shape[0], width / shown.shape[1]
         gap = 1.5 if min(wide, high) > 4 else 0.5
@@ -424,20 +420,6 @@ def _drawn(shape: Sequence[int], cuts: Sequence[tuple[str, ...]]) -> tuple[list[
     if len(chosen) < 2:
         return [], chosen
     return chosen[:1], chosen[1:]
-
-
-def _extent(sizes: Sequence[int]) -> tuple[float, float]:
-    """Return the width and height of a picture, which is longer along the larger dimension."""
-    wide, high = _AREA
-    if not sizes:
-        return 14, 14
-    if len(sizes) == 1:
-        return wide, 14
-    down, across = sizes
-    ratio = math.log2(max(across, 1) / max(down, 1))
-    # A ratio of 16 or more is drawn as a ratio of 2.
-    squeeze = 2 ** min(abs(ratio) / 4, 1)
-    return (wide, high / squeeze) if ratio > 0 else (wide / squeeze, high)
 
 
 def _parts(axes: Sequence[str], sizes: Mapping[str, int]) -> int:

@@ -72,7 +72,7 @@ def test_mesh_axes_have_colors_of_their_own() -> None:
     )
     assert mesh_axes_html(None, AXES) == "?"
     # Of a mesh that is not known.
-    assert mesh_axes_html(("x",), {}) == '<code class="a0">x</code>'
+    assert mesh_axes_html(("x",), {}) == '<code class="a5">x</code>'
     many = {f"x{i}": 2 for i in range(9)}
     assert 'class="a5"' in mesh_axes_html(["x8"], many)
 
