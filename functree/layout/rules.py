@@ -5,7 +5,6 @@ The axes of a leaf or an activation ─► the mesh axes that shard each dimensi
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -434,55 +433,27 @@ _MISSING = (
 
 
 def array_spec(
-    layout: Layout, axes: Axes, shape: Sequence[int], mesh: MeshView | None
+    layout: Layout, leaf: Leaf, mesh: MeshView | None
 ) -> tuple[PartitionSpec, list[Problem]]:
     """Return the spec that a layout gives to an activation, and the problems.
 
-    A traced model constrains equal activations many times. The spec depends only on the arguments,
-    so it is cached.
-
     Args:
         layout: the layout.
-        axes: the activation's axes.
-        shape: its shape.
+        leaf: the activation, as `activation` returns it.
         mesh: the mesh; None to skip the checks of mesh axes and sizes.
 
     Returns:
-        The spec, and the problems of the activation and the layout. `renamed` completes them.
+        The spec, and the problems of the activation and the layout.
     """
-    sizes = None if mesh is None else tuple(mesh.sizes.items())
-    return _decided(layout, axes, tuple(shape), sizes)
-
-
-def renamed(problems: Iterable[Problem], **known: Any) -> list[Problem]:
-    """Replace attributes in an activation's problems.
-
-    `array_spec` gets only axes and a shape, so its problems lack the other attributes.
-    """
-    # A problem without a path is about a rule.
-    return [problem if problem.path is None else problem._replace(**known) for problem in problems]
-
-
-@lru_cache(maxsize=4096)
-def _decided(
-    layout: Layout,
-    axes: Axes,
-    shape: tuple[int, ...],
-    sizes: tuple[tuple[str, int], ...] | None,
-) -> tuple[PartitionSpec, list[Problem]]:
-    """Return the spec of an activation, and the problems of the activation and the layout."""
-    # No layout uses an activation's dtype.
-    leaf = activation(axes, jax.ShapeDtypeStruct(shape, np.float32))
     heard = list(_heard(layout))
     mentioned = mentioned_axes(heard)
     # Only rules apply to activations: `FSDP` would shard the largest dimension.
-    decision = (layout.rules or layout).decide(leaf, None, MeshView(dict(sizes or ())))
+    decision = (layout.rules or layout).decide(leaf, None, mesh or MeshView({}))
     problems = near_misses([leaf], [decision], absent(mentioned, [leaf]))
-    if sizes is None:
+    if mesh is None:
         # A mesh in which all used mesh axes have size 1 passes all checks.
         mesh = MeshView(dict.fromkeys(decision.used(), 1))
     else:
-        mesh = MeshView(dict(sizes))
         for part in heard:
             problems += own_problems(part, [leaf], mesh)
     problems += leaf_problems(leaf, decision, mesh, mentioned)
@@ -525,15 +496,21 @@ def spec_of_axes(
             f'"{axes}" names {count(len(axes), "dimension")}, but {have}: name each dimension'
         )
     # Any number of shards divides zero, so unknown sizes are not an error.
-    sizes = (0,) * len(axes) if shape is None else shape
-    spec, problems = array_spec(layout, axes, sizes, mesh)
+    sizes = (0,) * len(axes) if shape is None else tuple(shape)
+    # No layout uses an activation's dtype.
+    leaf = activation(axes, jax.ShapeDtypeStruct(sizes, np.float32))
+    spec, problems = array_spec(layout, leaf, mesh)
     if problems:
         where = "" if mesh is None else f" on mesh {mesh}"
-        what = f'"{axes}"' if shape is None else f'"{axes}" of shape {tuple(shape)}'
-        # There is no real array, so the problem has no path, and maybe no shape.
-        shape = None if shape is None else tuple(shape)
-        problems = renamed(problems, path=None, shape=shape, what=what)
-        raise ShardingError(f'"{axes}" cannot be laid out{where}', problems)
+        what = f'"{axes}"' if shape is None else f'"{axes}" of shape {sizes}'
+        told: list[Problem] = []
+        for problem in problems:
+            # There is no real array, so its problems have no path, and maybe no shape.
+            if problem.path is not None:
+                given = None if shape is None else sizes
+                problem = problem._replace(path=None, shape=given, what=what)
+            told.append(problem)
+        raise ShardingError(f'"{axes}" cannot be laid out{where}', told)
     return spec
 
 

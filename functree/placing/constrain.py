@@ -17,7 +17,7 @@ from functree.layout.decide import decide_parts
 from functree.layout.decision import Decision, refuse
 from functree.layout.layout import Layout, LayoutLike, LayoutTree, as_layout, own_meshes
 from functree.layout.plan.make_plan import read_for
-from functree.layout.rules import activation, array_spec, forgotten_axes, forgotten_text, renamed
+from functree.layout.rules import activation, array_spec, forgotten_axes, forgotten_text
 from functree.placing.ambient import ambient_rules, has_axis_rules, spec
 from functree.tree.arrays import AnyArray, is_array
 from functree.tree.axes import Axes
@@ -117,9 +117,9 @@ def _by_axes(x: Any, axes: Axes, rules: LayoutLike) -> Any:
     if layout is None or layout.rules is None:
         raise ShardingError(_no_rules(layout, axes, mesh))
     view = local_view(agreed_mesh(mesh, [own]))
-    spec, problems = array_spec(layout, axes, x.shape, view)
+    spec, problems = array_spec(layout, leaf, view)
     if problems:
-        raise _refused(renamed(problems, what=leaf.text), view)
+        raise _refused(problems, view)
     forgotten = forgotten_axes(layout, axes, view)
     if forgotten:
         # The text names no activation, so Python shows it once for each line of the user's program.
