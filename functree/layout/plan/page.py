@@ -26,8 +26,6 @@ from functree.tree.paths import Path
 
 MOST_DEVICES = 16
 """The maximum number of devices in the pictures' color key."""
-MOST_LINES = 200
-"""The maximum number of lines in a notebook. A page shows all lines."""
 
 
 class PlanPage(NamedTuple):
@@ -48,13 +46,10 @@ class PlanPage(NamedTuple):
     moved: Mapping[Path, int] = {}
 
     def html(self, page: bool) -> str:
-        """Render the page, or a fragment for a notebook.
-
-        If a plan has many arrays, a fragment shows only the largest.
-        """
+        """Render the page, or a fragment for a notebook."""
         head = cards_html(self.cards()) + notes_html(self.problems, self.notes)
         if not page:
-            return report_html("", head, self.arrays(MOST_LINES), page)
+            return report_html("", head, self.arrays(), page)
         title = f"Plan on the mesh {MeshView(self.sizes)}"
         return report_html(title, head, self.devices() + self.arrays(), page)
 
@@ -96,19 +91,12 @@ class PlanPage(NamedTuple):
         dot = f'<span class="dot" style="background:{device_color(device, self.sizes)}"></span>'
         return f'<span class="device">{dot}{name}</span>'
 
-    def arrays(self, at_most: int | None = None) -> str:
-        """Render the tree of arrays; with `at_most`, only the largest."""
-        groups = groups_of(self.rows)
-        left_out = ""
-        if at_most is not None and len(groups) > at_most:
-            left_out = f"and {len(groups) - at_most:,} more lines for smaller arrays "
-            left_out += "(`plan.html()` shows all lines)"
-            least = sorted(group.per_device for group in groups)[-at_most]
-            groups = [group for group in groups if group.per_device >= least][:at_most]
+    def arrays(self) -> str:
+        """Render the tree of arrays."""
         pictures = Pictures(self.sizes)
-        tree = tree_html([self._leaf(group, pictures) for group in groups], "all arrays", "array")
-        notes = notes_html([], [left_out] if left_out else [])
-        return section_html("Arrays", pictures.definitions(), tree, notes)
+        leaves = [self._leaf(group, pictures) for group in groups_of(self.rows)]
+        tree = tree_html(leaves, "all arrays", "array")
+        return section_html("Arrays", pictures.definitions(), tree)
 
     def _leaf(self, group: Group, pictures: Pictures) -> TreeLeaf:
         row, number = group.rows[0], len(group.rows)
