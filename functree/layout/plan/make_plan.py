@@ -130,28 +130,17 @@ def plan_decisions(
 
 
 def _rows(leaves: Sequence[Leaf], decisions: Sequence[Decision], view: MeshView) -> list[Row]:
-    """Return one row for each leaf.
-
-    Leaves with the same sharding, shape and dtype share the computed values.
-    """
+    """Return one row for each leaf."""
+    # Most leaves have equal decisions, and share the computed values. The key includes the shape and
+    # dtype, which may differ between such leaves.
     known: dict[tuple[Any, ...], Row] = {}
-    # Most leaves share one decision object, whose identity is faster to compare than its value. The
-    # key includes the shape and dtype, which may differ between such leaves.
-    by_decision: dict[tuple[Any, ...], tuple[Row, str]] = {}
     rows: list[Row] = []
     for leaf, decision in zip(leaves, decisions, strict=True):
         shape, dtype = leaf.value.shape, leaf.value.dtype
-        key = id(decision), shape, dtype
-        cached = by_decision.get(key)
-        if cached is None:
-            alike = decision.mesh_axes, decision.specified, shape, dtype
-            if alike not in known:
-                known[alike] = _row(leaf, decision, view)
-            cached = by_decision[key] = known[alike], decision.reason
-        row, reason = cached
-        sizes = row[6:10]  # from the local shape to the copies
-        rest = decision.memory_kind, None, decision.follows
-        rows.append(Row(leaf.path, shape, dtype, leaf.axes, row.spec, reason, *sizes, *rest))
+        key = decision, shape, dtype
+        if key not in known:
+            known[key] = _row(leaf, decision, view)
+        rows.append(Row(leaf.path, shape, dtype, leaf.axes, *known[key][4:]))
     return rows
 
 
@@ -160,7 +149,9 @@ def _row(leaf: Leaf, decision: Decision, view: MeshView) -> Row:
     local = local_shape(leaf.shape, decision.mesh_axes, view)
     parts = parts_over(chain.from_iterable(decision.mesh_axes), view)
     spec = decision.spec if decision.specified else None
-    return row_of(leaf, spec, "", local, max(1, view.devices // parts))
+    copies = max(1, view.devices // parts)
+    row = row_of(leaf, spec, decision.reason, local, copies, decision.memory_kind)
+    return row._replace(follows=decision.follows)
 
 
 def _live_plan(tree: Any, mesh: MeshLike) -> Plan:
