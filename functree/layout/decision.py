@@ -34,19 +34,13 @@ class Source(NamedTuple):
     """The rule, layout or parameter that sharded a dimension.
 
     Attributes:
-        what: a rule, `FSDP`, a spec, or the parameter that the spec comes from. Messages use its
-            `str`.
+        what: a rule, `FSDP`, a spec, or the parameter that the spec comes from, for messages.
         is_rule: whether missing mesh axes are reported once for the layout. If not, as for a spec,
             they are reported for each leaf.
     """
 
-    what: object
+    what: str
     is_rule: bool = False
-
-    def __str__(self) -> str:
-        if self.is_rule:
-            return f"rule {self.what}"
-        return str(self.what)
 
 
 class Named(IntEnum):
@@ -220,7 +214,7 @@ def conflict(
     """Return the fault for a dimension that `source` and an earlier layout shard differently."""
     already = f"{leaf.dimension(dim)} is already sharded over {axes_text(have)}"
     return (
-        f"{already}, but {source} shards it over {axes_text(want)}",
+        f"{already}, but {source.what} shards it over {axes_text(want)}",
         "after `|`, shard only dimensions that the earlier layouts leave unsharded",
     )
 
@@ -367,13 +361,13 @@ def _dimension_faults(
     if not source.is_rule:
         for axis in missing:
             near = did_you_mean(axis, mesh.sizes)
-            why = f"{source} names `{axis}`, but the mesh {mesh} has no such axis{near}"
+            why = f"{source.what} names `{axis}`, but the mesh {mesh} has no such axis{near}"
             faults.append((why, "use an axis that the mesh has"))
     # Each mesh axis that an earlier dimension uses, or that this one repeats, is reported once.
     seen = {axis for dimension in decision.dimensions[:dim] for axis in dimension.mesh_axes}
     again = [axis for i, axis in enumerate(axes) if axis in seen or axis in axes[:i]]
     for axis in dict.fromkeys(again):
-        why = f"mesh axis `{axis}` is used twice, the second time by {source} for "
+        why = f"mesh axis `{axis}` is used twice, the second time by {source.what} for "
         why += leaf.dimension(dim)
         faults.append((why, "use the mesh axis once: it can shard only one dimension of an array"))
     # If a mesh axis does not exist, the number of shards is unknown.
@@ -399,7 +393,7 @@ def _indivisible(
         )
     # `FSDP` shards only dimensions that it can divide, so a rule shards this dimension by its name.
     name = leaf.axes[dim]
-    why = f"{text} has size {size}; {source} needs a multiple of {where}={parts}"
+    why = f"{text} has size {size}; {source.what} needs a multiple of {where}={parts}"
     pad, whole = f"pad {text} to {padded}", f'with `"{name}": None`'
     if leaf.path:
         alone = "leave this leaf unsharded with a path filter (`StateSharding`)"

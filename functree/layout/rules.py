@@ -252,7 +252,7 @@ def with_rule(table: AxisRules, axis: str, mesh_axis: Any) -> AxisRules:
 
 def _split(leaf: Leaf, decision: Decision, dim: int, rule: Rule) -> Decision:
     """Shard one dimension according to a rule."""
-    have, source = decision.dimensions[dim].mesh_axes, Source(rule, is_rule=True)
+    have, source = decision.dimensions[dim].mesh_axes, Source(f"rule {rule}", is_rule=True)
     if have and have != rule.mesh_axes:
         return decision.wrong(conflict(dim, leaf, have, rule.mesh_axes, source))
     # The source is set even if these mesh axes already shard the dimension, so that messages

@@ -131,8 +131,8 @@ def plan_decisions(
 
 def _rows(leaves: Sequence[Leaf], decisions: Sequence[Decision], view: MeshView) -> list[Row]:
     """Return one row for each leaf."""
-    # Most leaves have equal decisions, and share the computed values. The key includes the shape and
-    # dtype, which may differ between such leaves.
+    # Most leaves have equal decisions, and share the computed values. The key includes the shape
+    # and dtype, which may differ between such leaves.
     known: dict[tuple[Any, ...], Row] = {}
     rows: list[Row] = []
     for leaf, decision in zip(leaves, decisions, strict=True):
