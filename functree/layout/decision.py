@@ -253,8 +253,6 @@ def missing_axes(what: str, mesh_axes: Sequence[str], mesh: MeshView, remedy: st
 
 def absent(names: Collection[str], leaves: Sequence[Leaf]) -> list[str]:
     """Return the names that no leaf has as an axis, without repeats."""
-    if not names:
-        return []
     present = present_axes(leaves)
     return [name for name in dict.fromkeys(names) if name not in present]
 

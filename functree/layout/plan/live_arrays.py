@@ -1,5 +1,6 @@
 """`live_rows` shows how arrays are sharded now, as rows of a plan."""
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -75,14 +76,14 @@ def _live_row(leaf: Leaf) -> tuple[Row, AnyMesh | None]:
         device = _device_text(next(iter(sharding.device_set)))
         how = "committed to" if committed else "uncommitted, on"
         return row_of(leaf, None, f"{how} the device {device}", local, 1, kind), None
-    parts = _parts(shape, local)
     if not isinstance(sharding, NamedSharding):
         reason += f", with a {type(sharding).__name__}"
-        return row_of(leaf, None, reason, local, len(sharding.device_set) // parts, kind), None
+        copies = _copies(len(sharding.device_set), shape, local)
+        return row_of(leaf, None, reason, local, copies, kind), None
     if not committed:
         reason += ", uncommitted"
     spec, mesh = of_rank(sharding.spec, len(shape)), sharding.mesh
-    return row_of(leaf, spec, reason, local, mesh.size // parts, kind), mesh
+    return row_of(leaf, spec, reason, local, _copies(mesh.size, shape, local), kind), mesh
 
 
 # In the type's spec, `None` may mean "unsharded" or "unknown": a type does not contain Auto axes,
@@ -92,11 +93,7 @@ _NOT_EXPLICIT = (
 )
 
 
-def _parts(shape: tuple[int, ...], local: tuple[int, ...]) -> int:
-    """Return the number of different shards of an array."""
-    parts = 1
-    for size, part in zip(shape, local, strict=True):
-        # A dimension of size 0 has shards of size 0.
-        if part:
-            parts *= -(-size // part)
-    return parts
+def _copies(devices: int, shape: tuple[int, ...], local: tuple[int, ...]) -> int:
+    """Return the number of devices that hold each byte of an array."""
+    # An array without elements counts as replicated.
+    return devices * max(math.prod(local), 1) // max(math.prod(shape), 1)
