@@ -430,22 +430,12 @@ def refuse(problems: Sequence[Problem], mesh: MeshView, where: str = "") -> Shar
         mesh: the mesh.
         where: the beginning of the message, which names the function that lays out the tree.
     """
-    leaves = leaves_at_fault(problems)
-    if not leaves:
-        return ShardingError(f"{where}the layout does not fit the tree on mesh {mesh}", problems)
-    return ShardingError(f"{where}{leaves} cannot be laid out on mesh {mesh}", problems)
-
-
-def leaves_at_fault(problems: Sequence[Problem]) -> str:
-    """Return the number of leaves with problems as text: `2 leaves`.
-
-    The text is empty if no problem is about a single leaf.
-    """
     paths: set[object] = set()
     for problem in problems:
         # A problem with a path but no shape is about a module that lacks a named leaf.
         if problem.path is not None and problem.shape is not None:
             paths.add(problem.path)
-    if not paths:
-        return ""
-    return count(len(paths), "leaf")
+    what = "the layout does not fit the tree"
+    if paths:
+        what = f"{count(len(paths), 'leaf')} cannot be laid out"
+    return ShardingError(f"{where}{what} on mesh {mesh}", problems)

@@ -23,7 +23,7 @@ from functree.labels.optimizer.followed_parameters import check_optimizer
 from functree.labels.optimizer.stack_treatment import warn_of_stacks
 from functree.labels.predicates import is_trainable
 from functree.layout.layout import LayoutTree
-from functree.layout.plan.notebook import ShownByPlan, short_text, table_text
+from functree.layout.plan.notebook import ShownByPlan, current_plan, short_text
 from functree.layout.plan_optimizer import nothing_to_train, plan_optimizer, select_trained
 from functree.placing.shard import shard
 from functree.state.refs import StateRef, strong
@@ -82,7 +82,7 @@ class TrainState(eqx.Module, TrainingState, ShownByPlan, Generic[M]):
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """Print the current shardings of the arrays in IPython."""
-        printer.text(table_text(self) or repr(self))
+        printer.text(str(current_plan(self) or repr(self)))
 
     # Callers of `TrainState.create` pass no type argument, so the type of `model` determines M.
     @classmethod

@@ -1,4 +1,4 @@
-"""`ShownByPlan` and `short_text` show how the arrays of a tree are sharded now.
+"""`current_plan` shows how the arrays of a tree are sharded now, for notebooks.
 
 They read only shapes and shardings, so they accept donated and traced arrays.
 """
@@ -9,6 +9,7 @@ from jax.sharding import Sharding
 
 from functree.errors import count
 from functree.layout.plan.make_plan import plan
+from functree.layout.plan.plan import Plan
 from functree.report.table import bytes_text
 from functree.tree.arrays import Tree, is_array
 
@@ -18,14 +19,19 @@ class ShownByPlan:
 
     def _repr_html_(self) -> str | None:
         """Render the module as HTML, or return None if it has no arrays, or contains specs."""
-        if not _is_of_arrays(self):
-            return None
-        return plan(self)._repr_html_()
+        shown = current_plan(self)
+        return None if shown is None else shown._repr_html_()
 
 
-def _is_of_arrays(tree: Tree) -> bool:
+def current_plan(tree: Tree) -> Plan | None:
+    """Return the plan of a tree's current sharding.
+
+    Return None if the tree contains no arrays, or contains specs.
+    """
     leaves = jax.tree.leaves(tree)
-    return any(map(is_array, leaves)) and not any(isinstance(x, Sharding | P) for x in leaves)
+    if not any(map(is_array, leaves)) or any(isinstance(x, Sharding | P) for x in leaves):
+        return None
+    return plan(tree)
 
 
 def short_text(tree: Tree) -> str | None:
@@ -33,21 +39,11 @@ def short_text(tree: Tree) -> str | None:
 
     Return None if the tree contains no arrays, or contains specs.
     """
-    if not _is_of_arrays(tree):
+    shown = current_plan(tree)
+    if shown is None:
         return None
-    shown = plan(tree)
     size = bytes_text(shown.total_bytes)
     text = f"{type(tree).__name__} of {count(len(shown), 'array')}, {size}"
     if shown.sizes:
         text += f", on the mesh {shown.view}"
     return text
-
-
-def table_text(tree: Tree) -> str | None:
-    """Return the plan of a tree's current sharding as text.
-
-    Return None if the tree contains no arrays, or contains specs.
-    """
-    if not _is_of_arrays(tree):
-        return None
-    return str(plan(tree))
