@@ -1,6 +1,7 @@
 """`preempted` returns True in all processes at the same step, a few steps after a SIGTERM."""
 
 import signal
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -39,32 +40,26 @@ def preempted(step: int) -> bool:
         # JAX's coordination service chooses the step for all processes. It has handled SIGTERM
         # since initialization.
         return multihost_utils.reached_preemption_sync_point(int(step))
-    _TERMINATION.listen()
-    return _TERMINATION.came
+    _listen()
+    return bool(_SIGNALS)
 
 
-class _Termination:
-    """A listener for SIGTERM that records whether the signal arrived."""
+_SIGNALS: list[int] = []
+"""The numbers of the signals that arrived."""
 
-    def __init__(self) -> None:
-        self.came = False
-        self._listens = False
-        self._before: Any = None  # the previous handler of SIGTERM; None if Python did not set it
 
-    def listen(self) -> None:
-        if self._listens:
-            return
-        # Python raises a ValueError in any other thread than the main thread.
-        self._before = signal.signal(signal.SIGTERM, self._note)
-        self._listens = True
+@cache
+def _listen() -> None:
+    """Listen for SIGTERM, from the first call on."""
+    before: Any = signal.getsignal(signal.SIGTERM)  # None if Python did not set the handler
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.came = True
+    def note(number: int, frame: FrameType | None) -> None:
+        _SIGNALS.append(number)
         # A second SIGTERM must end a process that hangs before its next step.
-        signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
         # Call the handler of another library too, such as one that saves logs.
-        if callable(self._before):
-            self._before(number, frame)
+        if callable(before):
+            before(number, frame)
 
-
-_TERMINATION = _Termination()
+    # Python raises a ValueError in any other thread than the main thread.
+    signal.signal(signal.SIGTERM, note)
