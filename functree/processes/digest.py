@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from functree.devices.meshes import Device
 from functree.devices.specs import mesh_axes, of_rank
 from functree.errors import Problem
 from functree.processes.agreement import Agreement
@@ -62,26 +63,17 @@ def _parts_of_jax(array: jax.Array) -> list[Part]:
     array = on_device(array)
     if is_key(array.dtype):
         array = jax.random.key_data(array)
-    steps = strides(array.shape)
+    shape, shards, steps = array.shape, array.addressable_shards, strides(array.shape)
+    # The shards of an array and of its digests may be in different orders.
+    by_device: dict[Device, jax.Array] = {}
     if isinstance(array.sharding, NamedSharding):
-        return _parts_on_mesh(array, array.sharding, steps)
-    parts: list[Part] = []
-    for shard in array.addressable_shards:
-        bounds = _bounds(shard.index, array.shape)
-        begins = np.array([begin for begin, _ in bounds], np.uint32)
-        parts.append((bounds, _digest_of_part(shard.data, begins, steps)))
-    return parts
-
-
-def _parts_on_mesh(array: jax.Array, sharding: NamedSharding, steps: tuple[int, ...]) -> list[Part]:
-    """Start computing the digests of an array's shards on a mesh, with one program."""
-    numbers = _digests_on_mesh(array, sharding, steps).addressable_shards
-    # The shards of two arrays may be in different orders.
-    by_device = {number.device: number.data for number in numbers}
-    parts: list[Part] = []
-    for shard in array.addressable_shards:
-        parts.append((_bounds(shard.index, array.shape), by_device[shard.device]))
-    return parts
+        for number in _digests_on_mesh(array, array.sharding, steps).addressable_shards:
+            by_device[number.device] = number.data
+    else:
+        for shard in shards:
+            begins = np.array([begin for begin, _ in _bounds(shard.index, shape)], np.uint32)
+            by_device[shard.device] = _digest_of_part(shard.data, begins, steps)
+    return [(_bounds(shard.index, shape), by_device[shard.device]) for shard in shards]
 
 
 def _bounds(index: Sequence[slice], shape: Sequence[int]) -> Bounds:
