@@ -134,43 +134,34 @@ def _difference(lines: Sequence[list[str]], usual: int, others: Sequence[int]) -
         usual: a process of the majority.
         others: the processes that differ from the majority.
     """
-    different: list[tuple[int, str, str]] = []
-    pairs = zip_longest(lines[usual], lines[others[0]], fillvalue="(nothing)")
-    for number, (here, there) in enumerate(pairs, start=1):
+    different: list[str] = []
+    for here, there in zip_longest(lines[usual], lines[others[0]], fillvalue="(nothing)"):
         if here != there:
-            different.append((number, here, there))
+            different += [
+                f"process {usual}: {_excerpt(here, there)}\n"
+                f"process {others[0]}: {_excerpt(there, here)}"
+            ]
     verb = "differs" if len(others) == 1 else "differ"
-    title = f"{processes_text(others)} {verb} from process {usual}"
-    if len(lines[usual]) > 1:
-        title += f", first in line {different[0][0]} of {len(lines[usual])}"
-    text = [f"{title}:"]
-    for _, here, there in different[:_MOST_LINES]:
-        begin = _first_difference(here, there)
-        text += [
-            f"process {usual}: {_excerpt(here, begin)}",
-            f"process {others[0]}: {_excerpt(there, begin)}",
-        ]
+    text = [f"{processes_text(others)} {verb} from process {usual}:", *different[:_MOST_LINES]]
     if len(different) > _MOST_LINES:
         text.append(f"and in {count(len(different) - _MOST_LINES, 'more line')}")
     return "\n".join(text)
 
 
-def _first_difference(here: str, there: str) -> int:
-    """Return the index of the first character that differs."""
-    for index, (left, right) in enumerate(zip(here, there, strict=False)):
-        if left != right:
-            return index
-    return min(len(here), len(there))
-
-
 _WIDTH = 300
 
 
-def _excerpt(line: str, index: int) -> str:
-    """Shorten a line to the text around an index, since a program may contain very long lines."""
+def _excerpt(line: str, other: str) -> str:
+    """Shorten a line to the text around the first character that differs from the other line.
+
+    A program may contain very long lines.
+    """
     if len(line) <= _WIDTH:
         return line
-    begin = max(0, min(index - _WIDTH // 3, len(line) - _WIDTH))
-    before = "..." if begin else ""
-    after = "..." if begin + _WIDTH < len(line) else ""
-    return f"{before}{line[begin : begin + _WIDTH]}{after}"
+    same = 0
+    for left, right in zip(line, other, strict=False):
+        if left != right:
+            break
+        same += 1
+    begin = max(0, same - _WIDTH // 3)
+    return f"...{line[begin : begin + _WIDTH]}..."

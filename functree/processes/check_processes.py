@@ -24,7 +24,7 @@ from functree.errors import FunctreeTypeError, path_text
 from functree.labels.filters import Filter
 from functree.layout.layout import Layout
 from functree.layout.plan.plan import Plan
-from functree.layout.plan.row import Row
+from functree.layout.plan.row import array_of
 from functree.processes.agreement import Agreement
 from functree.tree.arrays import AnyArray, Tree, array_text, is_array, is_key
 from functree.tree.nodes import walk
@@ -77,10 +77,8 @@ def facts_of(value: Any, *, skip: bool = False) -> list[str]:
     """
     if isinstance(value, Plan):
         # Reasons are left out, since layouts may lead to one plan for different reasons.
-        rows = list(map(_row_text, value.rows))
-        return [*rows, *_mesh_lines(value.mesh or dict(value.sizes))]
-    if isinstance(value, Mesh | AbstractMesh):
-        return _mesh_lines(value)
+        rows = [f"{path_text(row.path)}: {array_of(row)}" for row in value.rows]
+        return [*rows, _mesh_text(value.mesh or dict(value.sizes))]
     if isinstance(value, str) and "\n" in value:
         return value.split("\n")
     as_text = getattr(value, "as_text", None)
@@ -119,21 +117,13 @@ _SETTINGS = tuple(
 )
 
 
-def _row_text(row: Row) -> str:
-    """Format a plan's row: its array, spec and memory kind."""
-    spec = "-"
-    if row.spec is not None:
-        spec = spec_text(row.spec)
-    return f"{path_text(row.path)}: {array_text(row)} {spec} {row.memory_kind or ''}".rstrip()
-
-
-def _mesh_lines(mesh: MeshLike) -> list[str]:
+def _mesh_text(mesh: MeshLike) -> str:
     """Format the sizes of a mesh, and its devices in order."""
-    lines = [f"mesh {mesh_view(mesh)}"]
+    text = f"mesh {mesh_view(mesh)}"
     if isinstance(mesh, Mesh):
         # If the order differed, processes would send shards of an array to the wrong devices.
-        lines.append(f"devices {[device.id for device in mesh.devices.flat]}")
-    return lines
+        text += f", devices {[device.id for device in mesh.devices.flat]}"
+    return text
 
 
 def _tree_lines(tree: Tree, skip: bool) -> Iterator[str]:
@@ -178,13 +168,13 @@ def value_text(value: Any) -> str:
     Examples:
         >>> from functree.processes.check_processes import value_text
         >>> value_text({"b": frozenset({"y", "x"}), "a": (1, 2.0)})
-        "{'a': (1, 2.0), 'b': frozenset{'x', 'y'}}"
+        "dict{'a': tuple(1, 2.0), 'b': frozenset{'x', 'y'}}"
     """
     if is_array(value):
         return _array_text(value)
     if isinstance(value, Mesh | AbstractMesh):
-        return ", ".join(_mesh_lines(value))
-    kind = "" if type(value) in (dict, list, tuple) else _name(type(value))
+        return _mesh_text(value)
+    kind = _name(type(value))
     match value:
         case partial():
             return f"partial({_texts((value.func, value.args, value.keywords))})"
@@ -193,9 +183,7 @@ def value_text(value: Any) -> str:
         case Mapping():
             items = sorted(f"{value_text(key)}: {value_text(one)}" for key, one in value.items())
             return f"{kind}{{{', '.join(items)}}}"
-        case list():
-            return f"{kind}[{_texts(value)}]"
-        case tuple():
+        case list() | tuple():
             return f"{kind}({_texts(value)})"
         case Skeleton():
             statics = [(str(Path(keys)), static) for keys, static in value.statics]
