@@ -461,7 +461,7 @@ def shard_map(
             need.
         shapes: the arrays whose sizes the annotations describe: `"global"` for the arguments and
             results outside the function, `"local"` for the arrays in the body, or `None` for no
-            check.
+            check. Expressions such as `batch*seq` are not checked.
 
     Returns:
         A function with the same signature, and with `trace`, `lower`, `eval_shape` and
