@@ -5,13 +5,13 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import Sharding
+from jax.sharding import PartitionSpec
 
 from functree.devices.placement import is_concrete
 from functree.errors import USERS_ERRORS, FunctreeValueError, Problem, listed
 from functree.labels.leaf import array_problem
 from functree.labels.leaves import Leaves, arrays_by_path, read
-from functree.labels.optimizer.followed_parameters import TrainedModel, check_optimizer
+from functree.labels.optimizer.followed_parameters import check_optimizer
 from functree.labels.optimizer.layers import (
     for_layers,
     mapped_init,
@@ -19,9 +19,11 @@ from functree.labels.optimizer.layers import (
     single_layers,
     stack_sizes,
 )
-from functree.labels.optimizer.optimizer_state import optimizer_state, remembered, trained_type
+from functree.labels.optimizer.optimizer_state import remembered, trained_type
 from functree.labels.optimizer.stack_treatment import UPDATES, traced_update
-from functree.tree.arrays import AnyArray, Tree
+from functree.layout.plan.make_plan import plan
+from functree.transforms.init import init_optimizer
+from functree.tree.arrays import Tree
 from functree.tree.jaxprs import all_equations, is_random
 from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
@@ -47,8 +49,8 @@ def layerwise(tx: optax.GradientTransformation) -> optax.GradientTransformationE
     applies to transforms that draw random numbers. `masked`, `multi_transform`, `MultiSteps` and
     `inject_hyperparams` may be outside or inside.
 
-    If the parameters are on several devices, `init` shards the state that has a parameter's shape
-    like the parameter. For other state, such as adafactor's statistics, use `ft.init_optimizer`.
+    If the parameters are on several devices, `init` shards the state like the parameters, as
+    `ft.init_optimizer` does.
 
     Args:
         tx: any optax optimizer that acts on each leaf alone. Extra arguments of `update`, such as
@@ -80,7 +82,9 @@ def layerwise(tx: optax.GradientTransformation) -> optax.GradientTransformationE
             return tx.init(params)
         _check(tx, leaves, leaves, {})
         if any(is_concrete(x) and len(x.sharding.device_set) > 1 for x in leaves.values):
-            return _sharded_init(layered, leaves)
+            # `jnp.zeros_like` of one layer ignores the sharding of its stack.
+            now = plan(params)
+            return init_optimizer(layered, params, now, wrt="**", otherwise=PartitionSpec())
         return mapped_init(tx, params)
 
     def update(
@@ -94,29 +98,6 @@ def layerwise(tx: optax.GradientTransformation) -> optax.GradientTransformationE
 
     layered = optax.GradientTransformationExtraArgs(init, update)
     return layered
-
-
-def _sharded_init(layered: Any, params: Leaves) -> Tree:
-    """Initialize the state of a mapped optimizer, sharded like the parameters.
-
-    `jnp.zeros_like` of one layer ignores the sharding of its stack.
-    """
-    parameters = {leaf.path: leaf for leaf in params.leaves}
-    state = optimizer_state(layered, TrainedModel(params.skeleton, parameters))
-    shardings: list[Sharding | None] = []
-    for leaf in state.leaves:
-        sharding: Sharding | None = None
-        if leaf.follows is not None and leaf.follows.path is not None:
-            parameter = parameters[leaf.follows.path]
-            if parameter.shape == leaf.shape:
-                sharding = parameter.value.sharding
-        shardings.append(sharding)
-
-    def run(arrays: Sequence[Any]) -> list[AnyArray]:
-        _, values = Skeleton.apart(layered.init(params.skeleton.fill(arrays)))
-        return values
-
-    return state.skeleton.fill(jax.jit(run, out_shardings=shardings)(params.values))
 
 
 # Checks for optimizers that combine several leaves
