@@ -75,8 +75,8 @@ class Exchange:
         if over is not None:
             exchanged = tuple(axis for axis in sharding if axis in over)
         sliced: list[str] = []
-        for axis in over or ():
-            if axis not in (*sharding, *of_stack) and sizes[axis] > 1:
+        for axis, size in sizes.items():
+            if axis in (over or ()) and axis not in (*sharding, *of_stack) and size > 1:
                 sliced.append(axis)
         return Exchange(
             sizes,

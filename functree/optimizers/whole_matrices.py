@@ -7,7 +7,7 @@ import jax
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from functree.argument_checks import FUNCTION, Takes, check
+from functree.argument_checks import FUNCTION, check
 from functree.devices.meshes import agreed_mesh, mesh_view
 from functree.devices.specs import of_rank, typed_spec
 from functree.errors import FunctreeTypeError, Problem, ShardingError, count
@@ -20,7 +20,7 @@ from functree.layout.plan.make_plan import read_for
 from functree.optimizers.exchange import Exchange
 from functree.placing.ambient import ambient_rules
 from functree.placing.constrain import find_mesh, local_view
-from functree.transforms.accumulate.accumulate import check_axes
+from functree.transforms.accumulate.accumulate import NAMES, check_axes, names
 from functree.tree.arrays import AnyArray, Tree, value_text
 from functree.tree.paths import Path
 
@@ -110,8 +110,8 @@ def of_each_matrix(
         layout: as in `on_whole_matrices`.
         name: the name of the public function, for messages.
     """
-    check(f"{name}: invalid arguments", over=(over, _OVER))
-    axes = (over,) if isinstance(over, str) else over
+    check(f"{name}: invalid arguments", over=(over, NAMES.or_none()))
+    axes = None if over is None else names(over)
 
     def init(params: Tree) -> Tree:
         return optax.EmptyState()
@@ -129,16 +129,6 @@ def of_each_matrix(
         return leaves.skeleton.fill(results), state
 
     return optax.GradientTransformation(init, update)
-
-
-_OVER = Takes(
-    "a mesh axis, or a tuple of different mesh axes",
-    lambda value: (
-        isinstance(value, str)
-        or (isinstance(value, tuple | list) and all(isinstance(axis, str) for axis in value))
-    ),
-    lambda value: isinstance(value, str) or len(set(value)) == len(value),
-).or_none()
 
 
 def _alone(leaf: Leaf, fn: MatrixFunction) -> jax.Array:

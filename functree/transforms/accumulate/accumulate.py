@@ -43,7 +43,7 @@ _T = TypeVar("_T")
 
 
 _Names = str | Iterable[str]
-_NAMES = Takes("a name, or a tuple of names", lambda value: TEXT.fits(value) or TEXTS.fits(value))
+NAMES = Takes("a name, or a tuple of names", lambda value: TEXT.fits(value) or TEXTS.fits(value))
 
 
 @checked("accumulate: invalid arguments")
@@ -51,11 +51,11 @@ def accumulate(
     fn: Annotated[Callable[_P, _T], FUNCTION],
     steps: Size,
     *,
-    batch: Annotated[_Names, _NAMES] | None = None,
-    keys: Annotated[_Names, _NAMES] = (),
-    carry: Annotated[_Names, _NAMES] = (),
+    batch: Annotated[_Names, NAMES] | None = None,
+    keys: Annotated[_Names, NAMES] = (),
+    carry: Annotated[_Names, NAMES] = (),
     weighted: Flag = False,
-    over: Annotated[_Names, _NAMES] | None = None,
+    over: Annotated[_Names, NAMES] | None = None,
 ) -> Callable[_P, _T]:
     """Run a gradient function over a batch in micro-batches, and average the results.
 
@@ -153,11 +153,11 @@ def accumulate(
         >>> print(state[layer.mean].round(4))
         [0.0897 0.1096 0.1295]
     """
-    number, axes = int(steps), () if over is None else _names(over)
+    number, axes = int(steps), () if over is None else names(over)
     check_wrapped("accumulate", fn)
-    divided = None if batch is None else _names(batch)
-    names = {Role.BATCH: divided, Role.KEY: _names(keys), Role.CARRIED: _names(carry)}
-    function = GradientFunction.of(fn, names, bool(weighted))
+    divided = None if batch is None else names(batch)
+    by_role = {Role.BATCH: divided, Role.KEY: names(keys), Role.CARRIED: names(carry)}
+    function = GradientFunction.of(fn, by_role, bool(weighted))
     if axes and not function.is_known:
         raise FunctreeTypeError(
             "accumulate: `over=` cannot find the gradients in the result of "
@@ -179,7 +179,8 @@ def accumulate(
     return accumulated
 
 
-def _names(given: _Names) -> tuple[str, ...]:
+def names(given: _Names) -> tuple[str, ...]:
+    """Return the names in an option, which may be a single name."""
     return (given,) if isinstance(given, str) else tuple(given)
 
 
