@@ -25,7 +25,7 @@ from functree.labels.leaf import array_problem
 from functree.layout.rules import AxisRules
 from functree.placing.ambient import ambient_rules, axis_rules, has_axis_rules
 from functree.placing.constrain import axis_shards
-from functree.tree.arrays import AnyArray, Tree
+from functree.tree.arrays import AnyArray, Tree, is_array
 from functree.tree.paths import Path
 
 MeshAxes = tuple[str, ...]
@@ -87,6 +87,50 @@ def scannable(x: AnyArray) -> AnyArray:
     if spec is None or spec[0] is None:
         return x
     return jax.sharding.reshard(x, PartitionSpec(None, *spec[1:]))
+
+
+def arrays_with_path(tree: Tree) -> list[tuple[Path, AnyArray]]:
+    """Return the arrays of a tree with their paths.
+
+    Examples:
+        >>> from functree.transforms.pipeline import arrays_with_path
+        >>> arrays_with_path({"scale": jnp.ones(()), "power": 2})
+        [(Path('scale'), Array(1., dtype=float32))]
+    """
+    # Abstract arrays are included, since a stack may be planned before its arrays exist.
+    entries = jax.tree_util.tree_leaves_with_path(tree)
+    return [(Path.of(keys), leaf) for keys, leaf in entries if is_array(leaf)]
+
+
+def leading_size(
+    headline: str, arrays: Sequence[tuple[Path, AnyArray]], remedy: str, size: int | None = None
+) -> int:
+    """Return the size of the leading dimension of all arrays.
+
+    Args:
+        headline: the first line of the error.
+        arrays: the arrays, with their paths.
+        remedy: the remedy for an array with a different leading dimension.
+        size: the required size; None for the size of the first array with dimensions.
+
+    Raises:
+        FunctreeError: if an array has a different leading dimension.
+
+    Examples:
+        >>> from functree.transforms.pipeline import leading_size
+        >>> leading_size("Sizes differ", [(ft.Path("x"), jnp.ones((3, 4)))], "")
+        3
+    """
+    if size is None:
+        size = next((int(array.shape[0]) for _, array in arrays if array.shape), 1)
+    problems: list[Problem] = []
+    for path, array in arrays:
+        if array.shape[:1] != (size,):
+            why = f"does not have a leading dimension of size {size}"
+            problems.append(array_problem(path, array, why, remedy))
+    if problems:
+        raise FunctreeValueError(headline, problems)
+    return size
 
 
 def check_pipeline(
@@ -177,17 +221,21 @@ def pipeline(
 
     Raises:
         FunctreeError: if the number of stages does not divide the number of layers.
-        FunctreeError: if the leading dimensions of the arrays in `x` differ in size.
+        FunctreeError: if the leading dimensions of the divided arrays differ in size.
         FunctreeError: if the batch cannot be divided into equal micro-batches.
-        FunctreeError: if an array of an argument in `divided` does not have the batch size.
         FunctreeError: if one mesh axis shards both the batch and the stack.
     """
-    batch = _batch_size(x, microbatches)
+    also_divided = arrays_with_path({"args": {i: args[i] for i in divided}})
+    batch = leading_size(
+        "Stacked.scan: arrays cannot be divided into micro-batches",
+        [*arrays_with_path({"x": x}), *also_divided],
+        "make the batch its first dimension, or remove the argument from `divided`",
+    )
     plan = _Plan(stages, _batch_axes(x, stages), microbatches)
     _check_sizes(plan, jnp.shape(arrays[0])[0], batch)
     args_arrays, others = eqx.partition(args, eqx.is_array)
     shared, structure = jax.tree.flatten(args_arrays)
-    cut = _divided(args_arrays, divided, batch)
+    cut = _divided(args_arrays, divided)
 
     def stage(x: Tree, arrays: list[Array], shared: list[Array]) -> Tree:
         # The weights are typed as varying along the pipeline's mesh axes. Their gradients are then
@@ -218,22 +266,11 @@ def _at(microbatch: Int[Array, ""], arrays: Sequence[Array], which: frozenset[in
     return [array[microbatch] if i in which else array for i, array in enumerate(arrays)]
 
 
-def _divided(args: tuple[Tree, ...], divided: Sequence[int], batch: int) -> frozenset[int]:
+def _divided(args: tuple[Tree, ...], divided: Sequence[int]) -> frozenset[int]:
     """Return the indices of the arrays in `args` that are divided like the batch."""
     is_divided: list[bool] = []
-    problems: list[Problem] = []
     for i, arg in enumerate(args):
-        for keys, leaf in jax.tree_util.tree_leaves_with_path(arg):
-            is_divided.append(i in divided)
-            if i in divided and leaf.shape[:1] != (batch,):
-                path = Path(("args", i, *Path.of(keys)))
-                why = f"is in `divided`, but its first dimension is not the batch of {batch}"
-                remedy = f"make the batch its first dimension, or remove {i} from `divided`"
-                problems.append(array_problem(path, leaf, why, remedy))
-    if problems:
-        raise FunctreeValueError(
-            "Stacked.scan: arrays cannot be divided into micro-batches", problems
-        )
+        is_divided += [i in divided] * len(jax.tree.leaves(arg))
     return frozenset(i for i, divide in enumerate(is_divided) if divide)
 
 
@@ -292,24 +329,6 @@ def _run_stage(plan: _Plan, x: Tree, run: Callable[[Tree, Int[Array, ""]], Tree]
         return last.swapaxes(0, 1).reshape(-1, *last.shape[2:])  # the inverse of `split`
 
     return jax.tree.map(of_last, results)
-
-
-def _batch_size(x: Tree, microbatches: int) -> int:
-    """Return the size of the batch, the first dimension of every array in `x`.
-
-    Raises:
-        FunctreeError: if `x` contains no array.
-        FunctreeError: if an array in `x` is a scalar.
-        FunctreeError: if the sizes differ.
-    """
-    sizes: set[tuple[int, ...]] = {leaf.shape[:1] for leaf in jax.tree.leaves(x)}
-    if len(sizes) != 1 or () in sizes:
-        raise FunctreeValueError(
-            f"Stacked.scan: microbatches={microbatches}: the arrays in `x` need a common leading "
-            f"dimension, but theirs are {sorted(sizes)}: make the batch the first dimension of "
-            "every array"
-        )
-    return sizes.pop()[0]
 
 
 def _batch_axes(x: Tree, stages: MeshAxes) -> MeshAxes:

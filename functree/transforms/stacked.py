@@ -14,11 +14,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, PRNGKeyArray
 
 from functree.argument_checks import FLAG, FUNCTION, KEY, POSITIONS, SIZE, Takes, check
-from functree.errors import AxesError, FunctreeValueError, Problem, count
-from functree.labels.leaf import array_problem
+from functree.errors import AxesError, FunctreeValueError, count
 from functree.layout.plan.notebook import ShownByPlan
 from functree.transforms.compiled_once import compiled_once
-from functree.transforms.pipeline import check_pipeline, pipeline, scannable, stages_of
+from functree.transforms.pipeline import (
+    arrays_with_path,
+    check_pipeline,
+    leading_size,
+    pipeline,
+    scannable,
+    stages_of,
+)
 from functree.transforms.remat import Offload, Policy, Remat, check_names, remat_policy
 from functree.tree.arrays import Tree, is_key
 from functree.tree.axes import is_axis_name
@@ -226,7 +232,13 @@ def _scanned(
     if state is not None:
         shared, per_layer = state.of_layers(stacked.layer)
     depth = _depth(stacked, per_layer)
-    _check_each(each, depth)
+    leading_size(
+        "Stacked.scan: arrays in `each` need one slice for each layer",
+        arrays_with_path({"each": each}),
+        f"split a random key, `jax.random.split(key, {depth})`, and pass a value that all layers "
+        "share by position: `scan(x, shared)`",
+        depth,
+    )
     skeleton, arrays = Skeleton.apart((stacked.layer, each))
     policy = remat_policy(remat)
 
@@ -344,28 +356,6 @@ EACH = Takes(
 ).or_none()
 
 
-def _check_each(each: Mapping[str, Tree], depth: int) -> None:
-    """Raise FunctreeError for arrays in `each` that do not have one slice for each layer."""
-    problems: list[Problem] = []
-    for path, leaf in _arrays_with_path(each):
-        if leaf.shape[:1] == (depth,):
-            continue
-        remedy = "if all layers share the value, pass it by position: `scan(x, shared)`"
-        # One key for all layers is a likely mistake.
-        if is_key(leaf.dtype) and not leaf.shape:
-            remedy = f"split the key: `jax.random.split(key, {depth})`"
-        why = f"{_leading(leaf)}, but the stack has {count(depth, 'layer')}"
-        problems.append(array_problem(Path(("each", *path)), leaf, why, remedy))
-    if problems:
-        raise FunctreeValueError(
-            "Stacked.scan: arrays in `each` need one slice for each layer", problems
-        )
-
-
-def _leading(leaf: Any) -> str:
-    return f"has leading size {leaf.shape[0]}" if leaf.shape else "has no leading dimension"
-
-
 def _divided_arguments(divided: int | Sequence[int], args: Sequence[Tree]) -> tuple[int, ...]:
     """Return the positions of the arguments that are divided like the batch.
 
@@ -380,14 +370,6 @@ def _divided_arguments(divided: int | Sequence[int], args: Sequence[Tree]) -> tu
             "`x`: count these arguments from 0"
         )
     return positions
-
-
-def _arrays_with_path(tree: Tree) -> Iterator[tuple[Path, jax.Array | jax.ShapeDtypeStruct]]:
-    """Yield the arrays of a tree with their paths."""
-    # Abstract arrays are included, since a stack may be planned before its arrays exist.
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
-            yield Path.of(path), leaf
 
 
 def _check_same_type(layer: Tree, x: Tree, y: Tree) -> None:
@@ -443,24 +425,18 @@ def _depth(stacked: Stacked[T], state: Mapping[Path, jax.Array] | None = None) -
         FunctreeError: if there are no arrays.
         FunctreeError: if the leading sizes of the arrays differ.
     """
-    leaves = [*_arrays_with_path(stacked), *(state or {}).items()]
+    leaves = [*arrays_with_path(stacked), *(state or {}).items()]
     if not leaves:
         name = type(stacked.layer).__name__
         raise FunctreeValueError(
             f"Stacked: {name} has no array leaves, so the number of layers is unknown: stack "
             "layers that have arrays"
         )
-    sizes = {leaf.shape[:1] for _, leaf in leaves}
-    if len(sizes) > 1 or () in sizes:
-        remedy = "build the layers with `ft.stack`, or with `eqx.filter_vmap`"
-        problems: list[Problem] = []
-        for path, leaf in leaves:
-            problems.append(array_problem(path, leaf, _leading(leaf), remedy))
-        raise FunctreeValueError(
-            f'Stacked: all arrays need the same leading size, the size of "{stacked.axis}"',
-            problems,
-        )
-    return sizes.pop()[0]
+    return leading_size(
+        f'Stacked: all arrays need the same leading size, the size of "{stacked.axis}"',
+        leaves,
+        "build the layers with `ft.stack`, or with `eqx.filter_vmap`",
+    )
 
 
 def _take(layer: T, index: int | jax.Array | slice) -> T:

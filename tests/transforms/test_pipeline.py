@@ -235,7 +235,7 @@ def test_what_is_divided_is_said_and_not_told_by_its_size() -> None:
         found = ft.jit(lambda layers, x, t: layers.scan(x, t, microbatches=2))(placed, x, table)
         with raises(
             "Stacked.scan: arrays cannot be divided into micro-batches",
-            "args.0   f32[4, 8]", "is in `divided`, but its first dimension is not the batch of 8",
+            "args.0   f32[4, 8]", "does not have a leading dimension of size 8",
             error=FunctreeValueError,
         ):  # fmt: skip
             ft.jit(lambda layers, x, t: layers.scan(x, t[:4], microbatches=2, divided=0))(

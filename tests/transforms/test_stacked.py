@@ -469,8 +469,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "leading sizes differ": (
         lambda: Stacked({"a": jnp.ones((3, 4)), "b": [jnp.ones(2)]}, axis="stage"),
         'Stacked: all arrays need the same leading size, the size of "stage"\n\n'
-        "  layer.a   f32[3, 4]\n      has leading size 3\n\n"
-        "  layer.b.0   f32[2]\n      has leading size 2\n\n",
+        "  layer.b.0   f32[2]\n      does not have a leading dimension of size 3\n\n",
     ),
     "no arrays": (lambda: Stacked({"a": 1}), "Stacked: dict has no array leaves"),
     "the axis is no identifier": (
@@ -493,15 +492,13 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "one key for all": (
         lambda: SAME.scan(X, each={"key": KEY}),
         "Stacked.scan: arrays in `each` need one slice for each layer\n\n  each.key   key<fry>[]\n"
-        "      has no leading dimension, but the stack has 5 layers\n\n"
-        "Try: split the key: `jax.random.split(key, 5)`",
+        "      does not have a leading dimension of size 5\n\n"
+        "Try: split a random key, `jax.random.split(key, 5)`, and pass a value that all layers share",
     ),
     "arrays for another number": (
         lambda: SAME.scan(X, each={"cache": {"k": jnp.ones((4, 2)), "v": jnp.ones((5, 2))}}),
         "Stacked.scan: arrays in `each` need one slice for each layer\n\n"
-        "  each.cache.k   f32[4, 2]\n"
-        "      has leading size 4, but the stack has 5 layers\n\n"
-        "Try: if all layers share the value, pass it by position: `scan(x, shared)`",
+        "  each.cache.k   f32[4, 2]\n      does not have a leading dimension of size 5\n\n",
     ),
     "the state": (
         lambda: SAME.scan(X, each={"state": KEYS}),
