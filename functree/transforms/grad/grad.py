@@ -116,14 +116,14 @@ def value_and_grad(
 
     @partial(_like, fn)
     def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
-        call = _positional(fn, args, kwargs, numbers)
-        by_position = dict(zip(inspected(fn).parameters, call.args, strict=False))
-        check_deleted("grad", {**by_position, **call.kwargs})
-        each = zip(call.places, layouts, strict=True)
-        parameters = [Parameters.of(call.args[i], i, chosen, layout) for i, layout in each]
+        given, by_name, places = _positional(fn, args, kwargs, numbers)
+        by_position = dict(zip(inspected(fn).parameters, given, strict=False))
+        check_deleted("grad", {**by_position, **by_name})
+        each = zip(places, layouts, strict=True)
+        parameters = [Parameters.of(given[i], i, chosen, layout) for i, layout in each]
         leaves = [leaf for argument in parameters for leaf in argument.leaves.leaves]
-        check_wrt(wrt, leaves, f"argument {', '.join(map(str, call.places))}")
-        result, gradients = _differentiate(fn, call, parameters, has_aux)
+        check_wrt(wrt, leaves, f"argument {', '.join(map(str, places))}")
+        result, gradients = _differentiate(fn, given, by_name, parameters, has_aux)
         return result, gradients if several else gradients[0]
 
     record = KnownGradient(numbers, layouts, has_aux, True, several)
@@ -244,18 +244,13 @@ def _like(fn: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., 
     return wrapped
 
 
-class _Call(NamedTuple):
-    """The arguments of a call. The differentiated ones are positional, at `places`."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    places: tuple[int, ...]
-
-
 def _positional(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], argnums: Sequence[int]
-) -> _Call:
-    """Make keyword arguments of a call positional if `argnums` refers to them."""
+) -> tuple[tuple[Any, ...], Mapping[str, Any], tuple[int, ...]]:
+    """Make keyword arguments of a call positional if `argnums` refers to them.
+
+    The result also contains the positions of the differentiated arguments.
+    """
     if max(argnums, default=0) >= len(args):
         bound = inspected(fn).bind(*args, **kwargs)
         args, kwargs = bound.args, bound.kwargs
@@ -267,7 +262,7 @@ def _positional(
             f"grad: argnums={argnums} does not fit a call with {given}: "
             "pass one position, counted from 0, for each differentiated argument"
         )
-    return _Call(args, kwargs, places)
+    return args, kwargs, places
 
 
 def _one_each(layout: LayoutTree, argnums: int | Sequence[int]) -> tuple[LayoutTree, ...]:
@@ -282,16 +277,20 @@ def _one_each(layout: LayoutTree, argnums: int | Sequence[int]) -> tuple[LayoutT
 
 
 def _differentiate(
-    fn: Callable[..., Any], call: _Call, parameters: Sequence[Parameters], has_aux: bool
+    fn: Callable[..., Any],
+    given: tuple[Any, ...],
+    by_name: Mapping[str, Any],
+    parameters: Sequence[Parameters],
+    has_aux: bool,
 ) -> tuple[Any, tuple[Any, ...]]:
     """Return the result of a call, and the gradient for each differentiated argument."""
     manual = _manual_axes()
 
     def of_arrays(arrays_of_each: Sequence[Sequence[Any]]) -> Any:
-        args = list(call.args)
-        for place, argument, arrays in zip(call.places, parameters, arrays_of_each, strict=True):
-            args[place] = argument.with_arrays(arrays)
-        result = fn(*args, **call.kwargs)
+        args = list(given)
+        for argument, arrays in zip(parameters, arrays_of_each, strict=True):
+            args[argument.number] = argument.with_arrays(arrays)
+        result = fn(*args, **by_name)
         if has_aux and not (isinstance(result, tuple | list) and len(result) == 2):
             raise FunctreeTypeError(
                 "grad: with has_aux=True, the function must return `(value, aux)`, "
