@@ -427,7 +427,7 @@ NAMES: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] = {
     ),
     "the model": (
         lambda: ft.accumulate(GRADIENT, 2, carry="model"), FunctreeValueError,
-        ("carry='model'", "is differentiated, so it is the same in each micro-batch"),
+        ("carry='model'", "`model` is already in `argnums`"),
     ),
     "twice": (
         lambda: ft.accumulate(GRADIENT, 2, keys="key", carry="key"), FunctreeValueError,

@@ -109,32 +109,23 @@ class GradientFunction(NamedTuple):
 
     def _check_names(self, names: Names) -> None:
         """Raise FunctreeError for names that cannot have their role."""
+        parameters, function = self.signature.parameters, self.signature.name
         problems: list[Problem] = []
-        roles: dict[str, Role] = {}
+        # The option that already names a parameter.
+        options = {str(path[0]): "argnums" for path in self.differentiated}
         for role, each in names.items():
             for name in each or ():
-                fault = self._fault(name, roles.get(name))
-                roles[name] = role
-                if fault is not None:
-                    problems.append(Problem(None, None, f"{role.value}={name!r}", *fault))
+                what = f"{role.value}={name!r}"
+                if name not in parameters:
+                    why = f"{function} has no such parameter{did_you_mean(name, parameters)}"
+                    remedy = f"name one of its parameters: {', '.join(parameters)}"
+                    problems.append(Problem(None, None, what, why, remedy))
+                elif name in options:
+                    why = f"`{name}` is already in `{options[name]}`"
+                    problems.append(Problem(None, None, what, why, "name it once"))
+                options[name] = str(role.value)
         if problems:
             raise FunctreeValueError("accumulate: invalid parameter names", problems)
-
-    def _fault(self, name: str, before: Role | None) -> tuple[str, str] | None:
-        """Return why a name cannot have a role, and the remedy, or None if it can have the role.
-
-        `before` is a role that the name already has.
-        """
-        parameters, function = self.signature.parameters, self.signature.name
-        if before is not None:
-            return f"`{name}` is already in `{before.value}`", "name it once"
-        if Path((name,)) in self.differentiated:
-            why = "is differentiated, so it is the same in each micro-batch"
-            return why, "name a different parameter, or change the gradient function's `argnums=`"
-        if name in parameters:
-            return None
-        why = f"{function} has no such parameter{did_you_mean(name, parameters)}"
-        return why, f"name one of its parameters: {', '.join(parameters)}"
 
     # The aux
 
