@@ -6,8 +6,7 @@ A function, jitted or not, and its arguments ─► the `Ledger` of the compiled
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from numbers import Number
 from typing import Any, NamedTuple
 
@@ -168,15 +167,14 @@ def call_of(
     if not hasattr(fn, "lower"):
         fn = jit(fn, in_shardings=in_shardings, out_shardings=out_shardings, mesh=mesh)
     else:
+        given = [in_shardings, out_shardings]
         # A mesh names the mesh axes of another library's program. A function made with `ft.jit` has
         # its own mesh.
-        given = {"in_shardings": in_shardings, "out_shardings": out_shardings}
         if isinstance(fn, Function):
-            given["mesh"] = mesh
-        refused = " and ".join(f"`{name}=`" for name, value in given.items() if value is not None)
-        if refused:
+            given.append(mesh)
+        if any(value is not None for value in given):
             raise FunctreeValueError(
-                f"{what}: {_name(fn)} is already jitted: pass {refused} where you jit it"
+                f"{what}: {_name(fn)} is already jitted: pass layouts and `mesh=` where you jit it"
             )
     if isinstance(fn, Function):
         return _own_call(fn, args, kwargs)
@@ -344,18 +342,8 @@ def _beginnings(fn: AnyFunction | None, number: int) -> list[Beginning]:
     return by_name or by_position
 
 
-class _Given(NamedTuple):
-    """A leaf of a call.
-
-    Attributes:
-        argument: the position or the name of the argument that contains the leaf.
-        path: the leaf's path in the call.
-        leaf: the leaf itself.
-    """
-
-    argument: int | str
-    path: Path
-    leaf: Any
+_Leaves = Iterable[tuple[Path, Any]]
+"""The leaves of a call, with their paths in it."""
 
 
 def _paths_in_call(
@@ -382,61 +370,51 @@ def _paths_in_call(
         return _by_order(lowered, list(_given(fn, args, kwargs)))
     # A new array marks each leaf, since one array may be at several paths.
     args, kwargs = tree_map(lambda x: np.empty(0) if is_array(x) else x, (tuple(args), kwargs))
-    paths = {id(given.leaf): given.path for given in _given(fn, args, kwargs)}
+    paths = {id(leaf): path for path, leaf in _given(fn, args, kwargs)}
     # A called module has arrays too. Their paths begin with the name of the first parameter of
     # `__call__`.
     fun = getattr(fn, "__wrapped__", None)
     module, *_ = inspect.signature(type(fun).__call__).parameters
-    for given in _leaves(module, (module,), fun):
-        paths.setdefault(id(given.leaf), given.path)
+    for path, leaf in _leaves((module,), fun):
+        paths.setdefault(id(leaf), path)
     entries, _ = tree_flatten_with_path(
         (preprocess(getattr(wrapped, "info", None), args, kwargs), {})
     )
     return {Path.of(keys): paths[id(x)] for keys, x in entries if is_array(x) and id(x) in paths}
 
 
-def _given(fn: AnyFunction, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> Iterator[_Given]:
+def _given(fn: AnyFunction, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> _Leaves:
     """Yield the leaves of a call."""
-    for i, (beginning, value) in enumerate(zip(_beginnings(fn, len(args)), args, strict=False)):
-        yield from _leaves(i, beginning, value)
+    for beginning, value in zip(_beginnings(fn, len(args)), args, strict=False):
+        yield from _leaves(beginning, value)
     for key in sorted(kwargs):
-        yield from _leaves(key, (key,), kwargs[key])
+        yield from _leaves((key,), kwargs[key])
 
 
-def _leaves(argument: int | str, beginning: Beginning, value: Tree) -> Iterator[_Given]:
+def _leaves(beginning: Beginning, value: Tree) -> _Leaves:
     for path, leaf in tree_flatten_with_path(value)[0]:
-        yield _Given(argument, Path((*beginning, *Path.of(path))), leaf)
+        yield Path((*beginning, *Path.of(path))), leaf
 
 
-def _by_order(lowered: Lowered, call: Sequence[_Given]) -> dict[Path, Path]:
-    """Map JAX's paths to the call's paths by position, if both list the leaves in the same order.
+def _by_order(lowered: Lowered, call: _Leaves) -> dict[Path, Path]:
+    """Map JAX's paths to the call's paths by position, if both list leaves of the same shapes.
 
-    If the orders differ, the map is empty. Paths in Flax's modules can be mapped too, although JAX
-    gets a variable at several paths only once.
+    If the shapes differ, the map is empty. JAX also traces Python numbers, except in static
+    arguments. Paths in Flax's modules can be mapped too, although JAX gets a variable at several
+    paths only once.
     """
     entries, _ = tree_flatten_with_path(lowered.in_avals)
-    paths = [Path.of(path) for path, _ in entries]
-    wanted = _form([path[:2] for path in paths], [aval for _, aval in entries])
-    # JAX also traces Python numbers, except in static arguments.
-    arrays = [given for given in call if is_array(given.leaf)]
-    traced = [given for given in call if is_array(given.leaf) or isinstance(given.leaf, Number)]
+    wanted = [aval.shape for _, aval in entries]
+    traced = [given for given in call if is_array(given[1]) or isinstance(given[1], Number)]
+    arrays = [given for given in traced if is_array(given[1])]
     for leaves in (traced, arrays, _once(traced), _once(arrays)):
-        # If no form matches, JAX has different leaves, so the paths stay unknown.
-        if _form([given.argument for given in leaves], [given.leaf for given in leaves]) == wanted:
-            return dict(zip(paths, [given.path for given in leaves], strict=True))
+        if [np.shape(leaf) for _, leaf in leaves] == wanted:
+            pairs = zip(entries, leaves, strict=True)
+            return {Path.of(keys): path for (keys, _), (path, _) in pairs}
     return {}
 
 
-def _once(given: Sequence[_Given]) -> list[_Given]:
+def _once(given: Sequence[tuple[Path, Any]]) -> list[tuple[Path, Any]]:
     """Return the leaves, with each array only at its first path."""
-    first = {id(entry.leaf): entry for entry in reversed(given) if is_array(entry.leaf)}
-    return [entry for entry in given if first.get(id(entry.leaf), entry) is entry]
-
-
-def _form(arguments: Sequence[Hashable], leaves: Sequence[object]) -> tuple[object, ...]:
-    """Return the number of leaves of each argument, and the shapes of all leaves.
-
-    Two sequences of leaves in the same order have the same form.
-    """
-    sizes = [len(list(run)) for _, run in groupby(arguments)]
-    return sizes, [getattr(leaf, "shape", ()) for leaf in leaves]
+    first = {id(leaf): path for path, leaf in reversed(given) if is_array(leaf)}
+    return [(path, leaf) for path, leaf in given if first.get(id(leaf), path) == path]
