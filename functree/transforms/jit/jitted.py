@@ -37,7 +37,6 @@ from functree.devices.placement import (
     is_concrete,
     is_deleted,
     refuse_deleted,
-    sharding_text,
     with_devices_of,
 )
 from functree.errors import ShardingError, listed, warn
@@ -45,12 +44,7 @@ from functree.layout.layout import Layout, LayoutTree
 from functree.layout.state_sharding import has_filters
 from functree.placing.ambient import Surroundings
 from functree.processes.agreement import Agreement, Facts
-from functree.processes.check_processes import (
-    facts_of,
-    has_values_here,
-    own_text,
-    settings,
-)
+from functree.processes.check_processes import facts_of, has_values_here, settings, value_text
 from functree.surgery.pack import Packed, pack
 from functree.transforms.jit.layouts import (
     Donated,
@@ -66,7 +60,7 @@ from functree.transforms.jit.layouts import (
     warn_unplaced,
     warn_without_mesh,
 )
-from functree.tree.arrays import AnyArray, Tree, array_text
+from functree.tree.arrays import AnyArray, Tree
 from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
 
@@ -430,6 +424,8 @@ class CheckedJit(Jit[_P, _T]):
 
     def _set_up(self) -> None:
         super()._set_up()
+        # The key of a program then includes all that a compilation depends on, but the settings.
+        self._by_shardings = True
         self._agreed: set[Hashable] = set()  # the compilations on which all processes agree
         self._compares = False  # whether the current call will run, and is not only traced
 
@@ -446,7 +442,7 @@ class CheckedJit(Jit[_P, _T]):
                 # All processes are at their first call, so an error here is raised in all of them.
                 first = None if self._agreed else stack.enter_context(self._agreement())
                 program, flat = super()._prepare(args, kwargs)
-                key = _key(program, flat)
+                key = program, tuple(settings())
                 if key not in self._agreed:
                     agreement = first or stack.enter_context(self._agreement())
                     agreement.compare(lambda: _facts(program, flat))
@@ -461,12 +457,10 @@ class CheckedJit(Jit[_P, _T]):
         `ft.shard` compares values too. JAX would compare them when it places arguments, but JAX's
         message contains no paths.
         """
-        if self._compares and (rules is not None or self._layouts is not None):
-            pairs = zip(flat.group.paths, flat.arrays, strict=True)
-            arguments = [f"{path}: {own_text(x)}" for path, x in pairs if has_values_here(x)]
-            if arguments:
-                with self._agreement() as agreement:
-                    agreement.compare(lambda: {"arguments": arguments})
+        places = rules is not None or self._layouts is not None
+        if self._compares and places and any(map(has_values_here, flat.arrays)):
+            with self._agreement() as agreement:
+                agreement.compare(lambda: {"arguments": _argument_lines(flat)})
         return super()._placed(flat, rules)
 
     def _agreement(self) -> Agreement:
@@ -475,25 +469,14 @@ class CheckedJit(Jit[_P, _T]):
 
 def _facts(program: Program, flat: FlatCall) -> Facts:
     """Return the facts that must agree in all processes: settings, arguments, mesh and program."""
-    arguments: list[str] = []
-    for path, x in zip(program.group.paths, flat.arrays, strict=True):
-        # An array with values here has a copy in each process, and the copies must be equal.
-        if has_values_here(x):
-            arguments.append(f"{path}: {own_text(x)}")
-        else:
-            sharding = sharding_text(getattr(x, "sharding", None))
-            arguments.append(f"{path}: {array_text(x)} {sharding}")
-    facts: dict[str, list[str]] = {"settings": settings(), "arguments": arguments}
+    facts: dict[str, list[str]] = {"settings": settings(), "arguments": _argument_lines(flat)}
     if program.mesh is not None:
         facts["mesh"] = facts_of(program.mesh)
     facts["program"] = facts_of(program.trace(flat.arrays).lower())
     return facts
 
 
-def _key(program: Program, flat: FlatCall) -> Hashable:
-    """Return the key of a compilation: everything that it depends on."""
-    return (
-        program,
-        tuple(settings()),
-        tuple((jax.typeof(x), getattr(x, "sharding", None)) for x in flat.arrays),
-    )
+def _argument_lines(flat: FlatCall) -> list[str]:
+    """Format the arguments. Values that each process has a copy of must be equal."""
+    pairs = zip(flat.group.paths, flat.arrays, strict=True)
+    return [f"{path}: {value_text(array)}" for path, array in pairs]
