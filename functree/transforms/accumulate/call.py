@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -129,53 +128,35 @@ class GradientFunction(NamedTuple):
 
     # The aux
 
-    def checked(self, result: Any, carried: Mapping[Path, Skeleton]) -> Tree:
-        """Check the aux of a result, and convert its weight to an array.
+    def check_aux(self, result: Any, carried: Sequence[Tree]) -> None:
+        """Raise FunctreeError if the aux of a result differs from the required aux.
 
         Args:
             result: the function's result.
-            carried: the skeletons of the arguments in `carry=`, by path.
-
-        Raises:
-            FunctreeError: if the aux differs from the required aux.
+            carried: the arguments in `carry=`.
         """
         if not self.uses_aux:
-            return result
+            return
         aux = result[0][1] if self.gradient.with_value else result[1]
-        pair: Any = (None, aux)
+        wanted: Tree = carried[0] if len(carried) == 1 else tuple(carried)
         if self.weighted:
-            pair = aux if carried else (aux, ())
-        if not _has_length(pair, 2):
-            raise self._refused(aux, "is not a pair")
-        weight, values = pair
-        each = (values,) if len(carried) == 1 else values
-        if not _has_length(each, len(carried)):
-            raise self._refused(values, f"is not a tuple of {len(carried)} values")
-        for (path, wanted), value in zip(carried.items(), each, strict=True):
-            if Skeleton.of(value) != wanted:
-                why = f"differs from `{path}` in its structure or in values that are not arrays"
-                raise self._refused(value, why)
-        if not self.weighted:
-            return result
-        if not eqx.is_array_like(weight) or jnp.shape(weight):
-            raise self._refused(weight, "is not a scalar weight")
-        aux = jnp.asarray(weight)
-        if carried:
-            aux = aux, values
-        if self.gradient.with_value:
-            return (result[0][0], aux), result[1]
-        return result[0], aux
-
-    def _refused(self, value: Tree, why: str) -> FunctreeTypeError:
-        """Build the error for an aux that differs from the required aux."""
-        problem = Problem(None, None, f"aux: {value_text(value)}", why, _AUX)
+            weight = jax.ShapeDtypeStruct((), np.float32)
+            wanted = (weight, wanted) if carried else weight
+        # The weight comes first.
+        if Skeleton.of(aux) != Skeleton.of(wanted):
+            why = "differs in structure, or in values that are not arrays"
+        elif self.weighted and jnp.shape(jax.tree.leaves(aux)[0]):
+            why = "has a weight that is not a scalar"
+        else:
+            return
+        problem = Problem(None, None, f"aux: {value_text(aux)}", why, _AUX)
         name = self.signature.name
-        return FunctreeTypeError(f"accumulate: {name} returns an invalid aux", [problem])
+        raise FunctreeTypeError(f"accumulate: {name} returns an invalid aux", [problem])
 
 
 _AUX = (
-    "return as aux the weight of the micro-batch (`weighted=True`), the next value of the "
-    "parameter in `carry=` (a tuple for several parameters), or with both a pair of these"
+    "return as aux the weight of the micro-batch, a scalar array (`weighted=True`), the next value "
+    "of the parameter in `carry=` (a tuple for several parameters), or with both a pair of these"
 )
 
 
@@ -224,12 +205,12 @@ class Call(NamedTuple):
         return self.record[self.function.signature.parameters.index(argument[0])]
 
     def run(self, values: Sequence[Any]) -> Tree:
-        """Run the function with new values for the arrays. Raise the errors of `checked`."""
+        """Run the function with new values for the arrays. Raise the error of `check_aux`."""
         function = self.function
         record = self.leaves.skeleton.fill(values)
         result = function.signature.run(function.partial.fun, record)
-        carried = function.named[Role.CARRIED]
-        return function.checked(result, {x: Skeleton.of(self.value_at(x)) for x in carried})
+        function.check_aux(result, list(map(self.value_at, function.named[Role.CARRIED])))
+        return result
 
     # Checks
 
@@ -310,11 +291,6 @@ def _positional(signature: Signature, partial: Partial, number: int) -> Path:
 def below(places: Sequence[tuple[Any, ...]], paths: Sequence[Path]) -> list[int]:
     """Return the indices of the paths that begin with one of the prefixes, in prefix order."""
     return [i for place in places for i, path in enumerate(paths) if path[: len(place)] == place]
-
-
-def _has_length(value: Any, length: int) -> bool:
-    """Return whether a value is a tuple or list with a given length."""
-    return isinstance(value, tuple | list) and len(value) == length
 
 
 def _keys_shape(value: Any) -> tuple[int, ...] | None:
