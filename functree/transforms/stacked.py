@@ -186,13 +186,11 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
             "Stacked.scan: invalid arguments",
             each=(each, EACH),
             collect=(collect, FLAG),
-            unroll=(unroll, UNROLL),
             state=(state, STATE),
             microbatches=(microbatches, SIZE.or_none()),
             divided=(divided, POSITIONS),
         )
         remat_policy(remat)  # raises an error if `remat` is invalid
-        layers_at_once = unroll if FLAG.fits(unroll) else int(unroll)
         positions = _divided_arguments(divided, args)
         return _scanned(
             self,
@@ -202,7 +200,7 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
             state,
             collect=bool(collect),
             remat=remat,
-            unroll=layers_at_once,
+            unroll=unroll,
             microbatches=microbatches,
             divided=positions,
         )
@@ -342,11 +340,6 @@ def _check_result(layer: Tree, result: Tree, collect: bool, state: Tree) -> None
         )
 
 
-UNROLL = Takes(
-    "a positive integer, or True for all layers",
-    lambda value: FLAG.fits(value) or SIZE.is_type(value),
-    lambda value: FLAG.fits(value) or SIZE.fits(value),
-)
 STATE = Takes("an `ft.State`", lambda value: isinstance(value, StateMapping)).or_none()
 
 
@@ -461,10 +454,4 @@ def _checked_index(index: Any, depth: int) -> int | jax.Array:
     is_scalar = isinstance(index, jax.Array) and index.ndim == 0
     if is_scalar and jnp.issubdtype(index.dtype, jnp.integer):
         return index
-    number = operator.index(index)
-    if not -depth <= number < depth:
-        raise FunctreeValueError(
-            f"Stacked: index {number} is out of range for {count(depth, 'layer')}: use an index "
-            f"from {-depth} to {depth - 1}"
-        )
-    return number
+    return range(depth)[operator.index(index)]
