@@ -18,13 +18,7 @@ from functree.calls.checks import check_mesh
 from functree.calls.function import Function
 from functree.calls.output import Output
 from functree.calls.program import Program, make_program, without_jit
-from functree.devices.meshes import (
-    NO_MESH,
-    MeshLike,
-    current_mesh,
-    mesh_view,
-    tracing,
-)
+from functree.devices.meshes import NO_MESH, MeshLike, current_mesh, mesh_view, tracing
 from functree.errors import ShardingError
 from functree.labels.filters import FilterLike
 from functree.labels.optimizer.followed_parameters import Optimizer
@@ -72,9 +66,6 @@ class Init(Function[_P, _T]):
     _options: InitOptions
     _door = "init"
 
-    def _set_up(self) -> None:
-        self._layout, self._mesh = self._options
-
     def __call__(self, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         if jax.process_count() > 1 and not tracing():
             name = self.__name__
@@ -83,7 +74,7 @@ class Init(Function[_P, _T]):
         result = super().__call__(*args, **kwargs)
         if without_jit() and not tracing():
             # The function ran without jit, so its arrays are on one device.
-            return shard(result, self._layout, self._mesh)
+            return shard(result, self._options.layout, self._options.mesh)
         return result
 
     def plan(self, /, *args: _P.args, **kwargs: _P.kwargs) -> Plan:
@@ -96,7 +87,7 @@ class Init(Function[_P, _T]):
         No array is allocated. The structs have shardings if there is a layout.
         """
         output = self._output(args, kwargs)
-        if self._layout is None:
+        if self._options.layout is None:
             return output.tree
         planned = self._planned(output)
         rows = [
@@ -139,7 +130,7 @@ class Init(Function[_P, _T]):
 
     def _mesh_now(self) -> Mesh | AbstractMesh | None:
         """Return the mesh that a call would use now."""
-        return current_mesh() if self._mesh is None else mesh_view(self._mesh).mesh
+        return current_mesh() if self._options.mesh is None else mesh_view(self._options.mesh).mesh
 
     def _output(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Output:
         """Return the result of a call, with abstract arrays."""
@@ -159,7 +150,7 @@ class Init(Function[_P, _T]):
         return body
 
     def _planned(self, output: Output) -> Plan:
-        return plan_tree(output.tree, self._layout, self._mesh, same=output.which)
+        return plan_tree(output.tree, self._options.layout, self._options.mesh, same=output.which)
 
     def _shardings(self, output: Output) -> list[NamedSharding | None]:
         planned = self._planned(output)

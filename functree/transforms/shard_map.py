@@ -19,7 +19,7 @@ from typing import (
 )
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from functree.argument_checks import FUNCTION, TEXTS, Flag, Takes, checked
 from functree.calls.body import Arguments, Body
@@ -101,8 +101,7 @@ class ManualMesh(NamedTuple):
 
         If they are Explicit, the types of arrays contain specs.
         """
-        types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
-        return all(types[axis] == AxisType.Explicit for axis in self.axes)
+        return self.axes <= set(self.mesh.explicit_axes)
 
     def lay(
         self, leaves: Leaves, parts: Sequence[Part], *, local: bool = False
@@ -198,14 +197,9 @@ class ManualMesh(NamedTuple):
 
         On Explicit axes, an array without a sharding in its type is resharded to its spec.
         """
-        if not self.explicit or not is_untyped(value):
+        if not self.explicit or not jax.typeof(value).sharding.mesh.empty:
             return value
         return jax.sharding.reshard(value, NamedSharding(self.mesh, spec))
-
-
-def is_untyped(value: Any) -> bool:
-    """Return whether an array's type has no sharding, as for an array on one device."""
-    return jax.typeof(value).sharding.mesh.empty
 
 
 class Mapped(Function[_P, _T]):

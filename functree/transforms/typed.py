@@ -9,7 +9,6 @@ from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar, get_type_hints, overload
 
 import jax
-from jax.sharding import AxisType
 from jaxtyping import jaxtyped
 
 from functree.argument_checks import FLAG, FUNCTION, check, shown
@@ -17,12 +16,7 @@ from functree.calls.signature import NOT_GIVEN, Record, Signature, wrapper_updat
 from functree.devices.meshes import MeshView
 from functree.devices.specs import of_rank, spec_text, typed_spec, without
 from functree.errors import AxesError, FunctreeTypeError, Problem, ShardingError, count
-from functree.labels.annotations.hints import (
-    UNREADABLE,
-    ArrayForm,
-    Dim,
-    dtype_fits,
-)
+from functree.labels.annotations.hints import UNREADABLE, ArrayForm, Dim, dtype_fits
 from functree.labels.leaf import Leaf, is_in_module
 from functree.labels.leaves import Leaves, read
 from functree.layout.rules import spec_of_axes
@@ -170,8 +164,7 @@ def _check_shardings(name: str, leaves: Leaves) -> None:
             continue
         # Types do not record Auto and Manual axes, so these axes are treated as having one device.
         mesh = jax.typeof(leaf.value).sharding.mesh
-        types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-        hidden = {axis for axis, axis_type in types.items() if axis_type != AxisType.Explicit}
+        hidden = set(mesh.axis_names) - set(mesh.explicit_axes)
         wanted = leaf.spec
         if wanted is None:
             view = MeshView({**mesh.shape, **dict.fromkeys(hidden, 1)}, mesh)

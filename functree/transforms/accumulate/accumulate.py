@@ -80,10 +80,10 @@ def accumulate(
         carry: the names of parameters, such as `state`, whose values each micro-batch takes from
             the previous one. `fn` returns the next value as its aux, or a tuple of values for
             several names. The result contains the last value.
-        weighted: whether `fn` returns sums, and the micro-batch's weight as its aux. For example,
-            the weight is the number of tokens. With `carry`, the aux is `(weight, carried)`. The
-            sums are divided by the sum of the weights, so a masked mean is exact for every `steps`
-            and on every mesh. The result contains the sum of the weights.
+        weighted: whether `fn` returns sums, and the micro-batch's weight as its aux, a scalar
+            array. For example, the weight is the number of tokens. With `carry`, the aux is
+            `(weight, carried)`. The sums are divided by the sum of the weights, so a masked mean is
+            exact for every `steps` and on every mesh. The result contains the sum of the weights.
         over: the mesh axes of the batch. The loop runs separately on each shard along these mesh
             axes. Parameters that are sharded over these mesh axes are gathered once, before the
             loop. Gradients are reduced once, after the loop, and scattered where the parameter is
@@ -515,8 +515,7 @@ class Shards:
 
     def _typed(self, array: Any, spec: PartitionSpec) -> Any:
         """Reshard an array on Explicit axes, where a shard_map does not reshard its operands."""
-        types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
-        if any(types[axis] != AxisType.Explicit for axis in self.axes):
+        if not set(self.axes) <= set(self.mesh.explicit_axes):
             return array
         others = without(jax.typeof(array).sharding.spec, self.axes)
         wanted = _joined(spec, others, jnp.ndim(array))

@@ -23,12 +23,7 @@ from functree.errors import Problem, ShardingError, count, listed, warn
 from functree.labels.leaf import Leaf, is_bare, is_in_module
 from functree.labels.leaves import Leaves
 from functree.layout.decide import UNSPECIFIED, decide_parts, filter_problems
-from functree.layout.decision import (
-    Decision,
-    layout_problem,
-    refuse,
-    whole,
-)
+from functree.layout.decision import Decision, layout_problem, refuse, whole
 from functree.layout.layout import Layout, LayoutTree, Part, as_partial, own_meshes
 from functree.layout.plan.make_plan import plan_leaves, plan_tree
 from functree.layout.rules import forgotten_axes, forgotten_text
@@ -183,10 +178,9 @@ def _warn_forgotten(name: str, leaves: Sequence[Leaf], rules: Layout, view: Mesh
     """Warn about bare arrays that are unsharded because no rule covers the batch."""
     pairs = [(leaf, forgotten_axes(rules, leaf.axes, view)) for leaf in leaves]
     affected = [(leaf, forgotten) for leaf, forgotten in pairs if forgotten]
-    if not affected:
-        return
-    arrays = listed([f"`{leaf.path}` {array_text(leaf.value)}" for leaf, _ in affected])
-    warn(f"{name}: {forgotten_text(arrays, affected[0][1])}")
+    if affected:
+        arrays = listed([f"`{leaf.path}` {array_text(leaf.value)}" for leaf, _ in affected])
+        warn(f"{name}: {forgotten_text(arrays, affected[0][1])}")
 
 
 def warn_unplaced(
@@ -213,13 +207,12 @@ def warn_unplaced(
             continue
         if is_unplaced(array):
             unplaced.append(f"`{path}` {array_text(array)}")
-    if not unplaced:
-        return
-    warn(
-        f"{name}: every device repeats the work on uncommitted arrays, since other arguments span "
-        f"{devices} devices ({listed(unplaced)}): place them with `ft.shard`, or pass `rules=` or "
-        "`in_shardings=`"
-    )
+    if unplaced:
+        warn(
+            f"{name}: every device repeats the work on uncommitted arrays, since other arguments "
+            f"span {devices} devices ({listed(unplaced)}): place them with `ft.shard`, or pass "
+            "`rules=` or `in_shardings=`"
+        )
 
 
 def warn_without_mesh(name: str, arrays: Sequence[AnyArray]) -> None:
