@@ -186,12 +186,12 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
             "Stacked.scan: invalid arguments",
             each=(each, EACH),
             collect=(collect, FLAG),
+            unroll=(unroll, FLAG if isinstance(unroll, bool) else SIZE),
             state=(state, STATE),
             microbatches=(microbatches, SIZE.or_none()),
             divided=(divided, POSITIONS),
         )
         remat_policy(remat)  # raises an error if `remat` is invalid
-        positions = _divided_arguments(divided, args)
         return _scanned(
             self,
             x,
@@ -200,9 +200,9 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
             state,
             collect=bool(collect),
             remat=remat,
-            unroll=unroll,
+            unroll=unroll if isinstance(unroll, bool) else int(unroll),
             microbatches=microbatches,
-            divided=positions,
+            divided=_divided_arguments(divided, args),
         )
 
 
