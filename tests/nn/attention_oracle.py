@@ -6,16 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from functree.nn.attention.mask import Mask
+from functree.nn.attention.mask import Mask, in_order
 
 
-def visible(mask: Mask, queries: int, keys: int) -> np.ndarray:
+def causal(seq: int, segments: Any = None, window: int | None = None) -> Mask:
+    """The mask of tokens in order."""
+    return Mask(in_order(seq), in_order(seq), segments, segments, window)
+
+
+def visible(mask: Mask) -> np.ndarray:
     """Which keys each query attends to: (batch, queries, keys)."""
-    rows, columns = np.arange(queries)[None], np.arange(keys)[None]
-    if mask.query_positions is not None:
-        rows = np.asarray(mask.query_positions)
-    if mask.key_positions is not None:
-        columns = np.asarray(mask.key_positions)
+    rows, columns = np.asarray(mask.query_positions), np.asarray(mask.key_positions)
     found = (columns[:, None] <= rows[:, :, None]) & (columns[:, None] >= 0)
     if mask.window is not None:
         found = found & (rows[:, :, None] - columns[:, None] < mask.window)
@@ -25,14 +26,13 @@ def visible(mask: Mask, queries: int, keys: int) -> np.ndarray:
     return found
 
 
-def oracle(query: Any, key: Any, value: Any, mask: Mask = Mask()) -> jax.Array:  # noqa: B008
+def oracle(query: Any, key: Any, value: Any, mask: Mask) -> jax.Array:
     """The result for heads (batch, seq, heads, head_dim)."""
     with jax.enable_x64(True):
         query, key, value = (jnp.asarray(x, jnp.float64) for x in (query, key, value))
         key, value = (jnp.repeat(x, query.shape[2] // key.shape[2], 2) for x in (key, value))
         scores = jnp.einsum("bshd,bthd->bhst", query, key) / query.shape[-1] ** 0.5
-        seen = visible(mask, query.shape[1], key.shape[1])[:, None]
-        weights = jnp.where(seen, jnp.exp(scores), 0)
+        weights = jnp.where(visible(mask)[:, None], jnp.exp(scores), 0)
         total = weights.sum(-1, keepdims=True)
         return jnp.einsum("bhst,bthd->bshd", weights / jnp.where(total > 0, total, 1), value)
 

@@ -17,7 +17,7 @@ from functree.nn.attention.attend import attend
 from functree.nn.attention.chunked import Mask, chunked
 from functree.nn.attention.kernels import CausalMask, splash
 from tests.lib.checks import raises
-from tests.nn.attention_oracle import oracle
+from tests.nn.attention_oracle import causal, oracle
 
 RANDOM = np.random.default_rng(0)
 
@@ -60,7 +60,7 @@ def test_chunks_against_the_oracle(
 ) -> None:
     given = arrays(seq, heads, kv_heads)
     segments = packed(seq) if is_packed else None
-    mask = Mask(query_segments=segments, key_segments=segments, window=window)
+    mask = causal(seq, segments, window)
     found = jax.jit(lambda *given: chunked(*given, mask, chunk))(*given)
     close(found, oracle(*given, mask), 2e-6)
 
@@ -89,12 +89,10 @@ def test_a_query_that_attends_to_nothing_gets_zeros(chunk: float) -> None:
     assert not gradients[0][1, 0].any() and not gradients[1][1, :4].any()
 
 
-@pytest.mark.parametrize("by_order", [True, False], ids=["in order", "by positions"])
-def test_chunks_that_no_query_attends_to_are_not_computed(by_order: bool) -> None:
+def test_chunks_that_no_query_attends_to_are_not_computed() -> None:
     """A NaN in them would come out, with a weight of zero too. By a window of 8, queries 32 to 39
     attend to keys 25 to 39, and keys 24 to 31 get gradients of queries 24 to 38."""
-    positions = None if by_order else jnp.arange(64)[None].repeat(2, 0)
-    mask = Mask(positions, positions, window=8)
+    mask = causal(64, window=8)
 
     def mixed_and_gradients(*given: Any) -> Any:
         mixed, pull = jax.vjp(lambda *given: chunked(*given, mask, 8), *given)
@@ -115,7 +113,7 @@ def test_bfloat16_in_long_sequences(window: int | None) -> None:
     seq, rows = 8192, [0, 1, 511, 512, 4097, 8191]
     given = [x[:1] for x in arrays(seq, 2, 1, 16, "bfloat16")]
     segments = jnp.asarray(np.sort(RANDOM.integers(0, 3, (1, seq)), 1))
-    mask = Mask(query_segments=segments, key_segments=segments, window=window)
+    mask = causal(seq, segments, window)
     found = jax.jit(lambda *given: chunked(*given, mask))(*given)
     some = jnp.array(rows)
     of_rows = Mask(some[None], jnp.arange(seq)[None], segments[:, some], segments, window)
@@ -156,7 +154,7 @@ def test_the_kernel_for_tpus(
 ) -> None:
     given = arrays(seq, heads, kv_heads, head_dim, dtype)
     segments = packed(seq) if is_packed else None
-    mask = Mask(query_segments=segments, key_segments=segments, window=window)
+    mask = causal(seq, segments, window)
     found = splash(*given, segments, window=window, interpret=True)
     close(found, oracle(*given, mask), tolerance)
     if dtype == "float32":
@@ -181,7 +179,7 @@ def test_the_kernel_in_pieces(
     assert kernels._pieces(500) == (2, 12)  # 4 × 4 blocks
     given = arrays(500, 2, 1, 32, "float32")
     segments = packed(500) if is_packed else None
-    mask = Mask(query_segments=segments, key_segments=segments, window=window)
+    mask = causal(500, segments, window)
     losses = [
         lambda *x: jnp.sin(splash(*x, segments, window=window, interpret=True)).sum(),
         lambda *x: jnp.sin(chunked(*x, mask)).sum(),
@@ -254,7 +252,7 @@ def test_a_kernel_that_cannot_compute_something_says_why(monkeypatch: pytest.Mon
         match='"splash" does not support this call: it supports bfloat16 and float32',
     ):
         found = attend(*half)
-    close(found, oracle(*half), 1e-2)
+    close(found, oracle(*half, causal(4)), 1e-2)
     with raises(
         'the kernel "splash" does not support this call: it supports bfloat16 and float32, but the queries have dtype float16'
     ):
@@ -273,7 +271,7 @@ def test_no_kernel_is_tried_beside_a_chosen_implementation(
     monkeypatch.setattr(attending, "platform", lambda: "tpu")
     monkeypatch.setattr(kernels, "on_one_device", lambda: True)
     half = arrays(4, 2, 2, dtype="float16")
-    close(attend(*half, implementation=name), oracle(*half), 1e-2)
+    close(attend(*half, implementation=name), oracle(*half, causal(4)), 1e-2)
 
 
 def test_several_devices_and_no_rules_are_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

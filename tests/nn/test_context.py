@@ -13,10 +13,10 @@ from functree.nn.attention import attend as attending
 from functree.nn.attention import kernels
 from functree.nn.attention.attend import attend
 from functree.nn.attention.context import parts_of
-from functree.nn.attention.mask import Inputs, Mask
+from functree.nn.attention.mask import Inputs
 from tests.lib.checks import raises
 from tests.lib.covering import selected_cells
-from tests.nn.attention_oracle import oracle_gradients
+from tests.nn.attention_oracle import causal, oracle_gradients
 
 BATCH, SEQ, HEADS, KV_HEADS, SIZE = 2, 32, 8, 2, 4
 RANDOM = np.random.default_rng(0)
@@ -84,9 +84,7 @@ def test_against_the_oracle(
             rows = jnp.tile(positions, (BATCH, 1))
         found = jax.jit(with_gradients, static_argnums=(4, 5))(*placed, how, window, segments, rows)
     in_order = SEGMENTS if mask == "segments" else None
-    wanted = oracle_gradients(
-        GIVEN, QUERY, KEY, VALUE, mask=Mask(None, None, in_order, in_order, window)
-    )
+    wanted = oracle_gradients(GIVEN, QUERY, KEY, VALUE, mask=causal(SEQ, in_order, window))
     for one, expected in zip(found, wanted, strict=True):
         if positions is not None:
             expected = expected[:, np.asarray(positions)]

@@ -26,7 +26,7 @@ from functree.nn.attention.context import (
     parts_of,
 )
 from functree.nn.attention.kernels import KERNELS, OF_PLATFORM, TILE, Kernel
-from functree.nn.attention.mask import Inputs, Mask
+from functree.nn.attention.mask import Index, Inputs, Mask, in_order
 from functree.nn.weights import as_int32
 
 _Name = Literal["auto", "xla", "chunked", "splash", "cudnn"]
@@ -151,14 +151,16 @@ def _parts(given: Inputs, context: Context) -> Parts:
 def _plain(parts: Parts, window: int | None, chunk: float) -> Callable[[Inputs], Array]:
     """Build a function that computes attention for a part of a sequence, without a kernel."""
 
-    def of_part(own: Inputs, whole: Inputs, first: Array | None) -> Array:
-        offset = first if own.positions is None else None
-        places = own.positions, whole.positions, own.segments, whole.segments
-        return chunked(own.query, whole.key, whole.value, Mask(*places, window, offset), chunk)
+    def of_part(own: Inputs, whole: Inputs, first: Index) -> Array:
+        queries, keys = own.positions, whole.positions
+        if queries is None or keys is None:
+            queries, keys = in_order(own.query.shape[1], first), in_order(whole.key.shape[1])
+        mask = Mask(queries, keys, own.segments, whole.segments, window)
+        return chunked(own.query, whole.key, whole.value, mask, chunk)
 
     if parts.how == "ring":
         return partial(by_ring, parts=parts, window=window, chunk=chunk)
-    return _in_parts(parts, lambda given: of_part(given, given, None), of_part)
+    return _in_parts(parts, lambda given: of_part(given, given, 0), of_part)
 
 
 def _by_kernel(kernel: Kernel, parts: Parts, window: int | None) -> Callable[[Inputs], Array]:
@@ -291,7 +293,7 @@ def attend_cached(
             # The cache and the new tokens are separate parts: joining them would copy the whole
             # cache for each token.
             parts = [(cached_key, cached_value), (key, value)]
-            return unchunked(query, parts, mask, attends_to_some=True)
+            return unchunked(query, parts, mask)
         # With more queries, the copy is cheap compared with the attention.
         keys = jnp.concatenate([cached_key, key], 1)
         values = jnp.concatenate([cached_value, value], 1)

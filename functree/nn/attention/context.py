@@ -27,14 +27,13 @@ from functree.nn.attention.chunked import (
     PerQuery,
     Queries,
     gradients,
-    grouped,
-    heads_first,
     mix,
-    ungrouped,
+    padded_to,
 )
-from functree.nn.attention.mask import Inputs, Mask, padded
+from functree.nn.attention.mask import Index, Inputs, Mask, in_order
 from functree.nn.weights import accumulator
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 _Name = Literal["auto", "gather", "heads", "ring"]
@@ -178,32 +177,67 @@ class _Ring(NamedTuple):
         parts: the number of parts.
         chunk: the number of queries or keys in a chunk.
         seq: the number of tokens in a part.
-        window: the maximum number of keys that a query attends to; None for all.
+        in_order: whether the positions of keys follow from the part that they are in.
     """
 
     axes: tuple[str, ...]
     parts: int
     chunk: int
     seq: int
-    window: int | None
+    in_order: bool
 
     def on(self, arrays: T) -> T:
         """Pass arrays to the next device, and return the previous device's arrays."""
         to_next = [(i, (i + 1) % self.parts) for i in range(self.parts)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axes, to_next), arrays)
 
-    def mask(self, step: int | Array, own: Mask, of_keys: _OfKeys) -> Mask:
+    def round(
+        self,
+        add: Callable[[Index, _OfKeys, S, T], tuple[S, T]],
+        key: Keys,
+        value: Keys,
+        own: Mask,
+        sums: S,
+        of_keys: T,
+    ) -> tuple[S, T]:
+        """Apply `add` to sums for the keys of each part.
+
+        Args:
+            add: adds one part to the sums. The first argument is the number of times that the keys
+                were passed on.
+            key: the keys of this device.
+            value: the values of this device.
+            own: the mask of this device's queries and keys.
+            sums: the sums of this device.
+            of_keys: sums that are passed on together with the keys, and finally returned to the
+                keys' own device.
+        """
+        positions = None if self.in_order else own.key_positions
+
+        def step(carry: tuple[_OfKeys, S, T], i: Array) -> tuple[tuple[_OfKeys, S, T], None]:
+            keys, sums, of_keys = carry
+            # Keys and values are sent before they are read, so that communication and computation
+            # overlap.
+            following = self.on(keys)
+            sums, of_keys = add(i, keys, sums, of_keys)
+            return (following, sums, self.on(of_keys)), None
+
+        start = _OfKeys(key, value, positions, own.key_segments), sums, of_keys
+        (keys, sums, of_keys), _ = jax.lax.scan(step, start, jnp.arange(self.parts - 1))
+        sums, of_keys = add(self.parts - 1, keys, sums, of_keys)
+        return sums, self.on(of_keys)
+
+    def mask(self, step: Index, own: Mask, keys: _OfKeys) -> Mask:
         """Return the mask for a device's queries, and for keys that were passed on `step` times."""
-        segments = own.query_segments, of_keys.segments
-        if own.query_positions is not None:
-            return Mask(own.query_positions, of_keys.positions, *segments, self.window)
-        # The number of parts by which these keys precede the queries. If it is negative, the keys
-        # come after the queries, and no query attends to them.
-        here = jax.lax.axis_index(self.axes)
-        before = here - (here - step) % self.parts
-        more = of_keys.key.shape[2] - self.seq
-        limit = self.seq if more else None
-        return Mask(None, None, *segments, self.window, before * self.seq, limit)
+        positions = keys.positions
+        if positions is None:
+            here = jax.lax.axis_index(self.axes)
+            # The number of parts by which these keys come after the device's own keys.
+            ahead = (here - step) % self.parts - here
+            moved = own.key_positions + ahead * self.seq
+            positions = jnp.where(own.key_positions < 0, -1, moved)
+        segments = own.query_segments, keys.segments
+        return Mask(own.query_positions, positions, *segments, own.window)
 
 
 def by_ring(
@@ -217,46 +251,31 @@ def by_ring(
         window: the maximum number of keys that a query attends to; None for all.
         chunk: the number of queries or keys in a chunk.
     """
-    seq, kv_heads = own.query.shape[1], own.key.shape[2]
+    seq, positions = own.query.shape[1], own.positions
+    if positions is None:
+        positions = in_order(seq, jax.lax.axis_index(parts.axes) * seq)
     size = int(min(chunk, seq))
-    more = -seq % size
-    shape = _Ring(parts.axes, parts.number, size, seq, window)
-    mask = Mask(own.positions, own.positions, own.segments, own.segments)
-    mixed: Queries = _passed_round(
-        shape,
-        padded(grouped(own.query, kv_heads), more, 3),
-        padded(heads_first(own.key), more, 2),
-        padded(heads_first(own.value), more, 2),
-        mask.padded(more, more, seq),
-    )
-    return ungrouped(mixed[:, :, :, :seq])
+    ring = _Ring(parts.axes, parts.number, size, seq, own.positions is None)
+    mask = Mask(positions, positions, own.segments, own.segments, window)
+    passed_round = functools.partial(_passed_round, ring)
+    return padded_to(size, passed_round, own.query, own.key, own.value, mask)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _passed_round(shape: _Ring, query: Queries, key: Keys, value: Keys, own: Mask) -> Queries:
-    return _forward(shape, query, key, value, own)[0]
+def _passed_round(ring: _Ring, query: Queries, key: Keys, value: Keys, own: Mask) -> Queries:
+    return _forward(ring, query, key, value, own)[0]
 
 
 def _forward(
-    shape: _Ring, query: Queries, key: Keys, value: Keys, own: Mask
+    ring: _Ring, query: Queries, key: Keys, value: Keys, own: Mask
 ) -> tuple[Queries, Kept]:
-    def add(step: int | Array, of_keys: _OfKeys, sums: _Sums) -> _Sums:
-        mask = shape.mask(step, own, of_keys)
-        return _joined(sums, mix(shape.chunk, query, of_keys.key, of_keys.value, mask))
-
-    def step(carry: tuple[_OfKeys, _Sums], i: Array) -> tuple[tuple[_OfKeys, _Sums], None]:
-        of_keys, sums = carry
-        # Keys and values are sent before they are read, so that communication and computation
-        # overlap.
-        following = shape.on(of_keys)
-        return (following, add(i, of_keys, sums)), None
+    def add(step: Index, keys: _OfKeys, sums: _Sums, _: None) -> tuple[_Sums, None]:
+        mask = ring.mask(step, own, keys)
+        return _joined(sums, mix(ring.chunk, query, keys.key, keys.value, mask)), None
 
     dtype = accumulator(query.dtype)
-    none = jnp.full_like(query[..., 0], jnp.inf, dtype)
-    of_keys = _OfKeys(key, value, own.key_positions, own.key_segments)
-    start = of_keys, (jnp.zeros_like(query, dtype), none)
-    (of_keys, sums), _ = jax.lax.scan(step, start, jnp.arange(shape.parts - 1))
-    mixed, log_total = add(shape.parts - 1, of_keys, sums)
+    none = jnp.zeros_like(query, dtype), jnp.full_like(query[..., 0], jnp.inf, dtype)
+    (mixed, log_total), _ = ring.round(add, key, value, own, none, None)
     mixed = mixed.astype(query.dtype)
     return mixed, (query, key, value, own, mixed, log_total)
 
@@ -266,47 +285,30 @@ def _joined(first: _Sums, second: _Sums) -> _Sums:
     # A query that attends to no key has inf as its logsumexp. Here, -inf replaces it, so that this
     # query's result has weight 0.
     logs = [jnp.where(log == jnp.inf, -jnp.inf, log) for _, log in (first, second)]
-    largest = jnp.maximum(*logs)
-    largest = jnp.where(largest == -jnp.inf, 0, largest)
-    weights = [jnp.exp(log - largest) for log in logs]
-    total = weights[0] + weights[1]
-    attends = total > 0
-    total = jnp.where(attends, total, 1)
-    mixed = weights[0][..., None] * first[0] + weights[1][..., None] * second[0]
-    return mixed / total[..., None], jnp.where(attends, largest + jnp.log(total), jnp.inf)
+    total = jnp.logaddexp(*logs)
+    attends = total > -jnp.inf
+    weights = [jnp.exp(log - jnp.where(attends, total, 0))[..., None] for log in logs]
+    mixed = weights[0] * first[0] + weights[1] * second[0]
+    return mixed, jnp.where(attends, total, jnp.inf)
 
 
 _Keys = tuple[Keys, Keys]
-_Gradient = tuple[Queries, _Keys]
 
 
-def _backward(shape: _Ring, kept: Kept, cotangent: Queries) -> tuple[Queries, Keys, Keys, None]:
+def _backward(ring: _Ring, kept: Kept, cotangent: Queries) -> tuple[Queries, Keys, Keys, None]:
     query, key, value, own, mixed, log_total = kept
     dtype = accumulator(key.dtype)
 
-    def add(step: int | Array, of_keys: _OfKeys, d_query: Queries, d_keys: _Keys) -> _Gradient:
-        mask = shape.mask(step, own, of_keys)
-        given = query, of_keys.key, of_keys.value, mask, mixed, log_total
-        more = gradients(shape.chunk, given, cotangent, dtype)
+    def add(step: Index, keys: _OfKeys, d_query: Queries, d_keys: _Keys) -> tuple[Queries, _Keys]:
+        mask = ring.mask(step, own, keys)
+        given = query, keys.key, keys.value, mask, mixed, log_total
+        more = gradients(ring.chunk, given, cotangent, dtype)
         return d_query + more[0], (d_keys[0] + more[1], d_keys[1] + more[2])
 
-    def step(
-        carry: tuple[_OfKeys, Queries, _Keys], i: Array
-    ) -> tuple[tuple[_OfKeys, Queries, _Keys], None]:
-        of_keys, d_query, d_keys = carry
-        following = shape.on(of_keys)
-        d_query, d_keys = add(i, of_keys, d_query, d_keys)
-        # The keys and values are passed on together with their gradients, which have the dtype of
-        # the sums.
-        return (following, d_query, shape.on(d_keys)), None
-
+    # The gradients of keys and values have the dtype of the sums while they are passed on.
     zeros = jnp.zeros_like(key, dtype), jnp.zeros_like(value, dtype)
-    of_keys = _OfKeys(key, value, own.key_positions, own.key_segments)
-    start = of_keys, jnp.zeros_like(query, accumulator(query.dtype)), zeros
-    (of_keys, d_query, d_keys), _ = jax.lax.scan(step, start, jnp.arange(shape.parts - 1))
-    d_query, d_keys = add(shape.parts - 1, of_keys, d_query, d_keys)
-    # One more step returns the gradients to the devices that their keys and values came from.
-    d_key, d_value = shape.on(d_keys)
+    start = jnp.zeros_like(query, dtype)
+    d_query, (d_key, d_value) = ring.round(add, key, value, own, start, zeros)
     return (
         d_query.astype(query.dtype),
         d_key.astype(key.dtype),
