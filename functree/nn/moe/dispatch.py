@@ -24,14 +24,11 @@ class Tokens(NamedTuple):
         x: the tokens.
         experts: the experts of each token.
         weights: the factor for the result of each of these experts.
-        shards: the number of shards of the batch that these tokens come from. A capacity applies to
-            each shard.
     """
 
     x: Float[Array, "tokens embed"]
     experts: Int[Array, "tokens top_k"]
     weights: Float[Array, "tokens top_k"]
-    shards: int = 1
 
     @property
     def top_k(self) -> int:
@@ -42,28 +39,20 @@ class Tokens(NamedTuple):
         """Sort all assignments to `number` experts by expert."""
         return Sorted.of(self.experts.reshape(-1), number)
 
-    def slots(self, number: int, capacity: int) -> Int[Array, "number slots"]:
-        """Return the assignments that each expert has room for, up to `capacity` per shard."""
-        of_shards = self.experts.reshape(self.shards, -1)
-        slots = jax.vmap(lambda shard: Sorted.of(shard, number).slots(capacity))(of_shards)
-        # Each shard numbers its assignments from 0. A slot without an assignment holds the number
-        # after the last assignment.
-        each = of_shards.shape[1]
-        offset = jnp.arange(self.shards)[:, None, None] * each
-        slots = jnp.where(slots < each, slots + offset, self.experts.size)
-        # (shards, number, capacity) ─► (number, shards * capacity)
-        return slots.swapaxes(0, 1).reshape(number, -1)
+    def within(self, capacity: int, number: int) -> tuple["Tokens", Int[Array, ""]]:
+        """Drop assignments to experts without room for them, and return the number of these.
 
-    def without_dropped(self, number: int, capacity: int) -> "Tokens":
-        """Return the tokens, with dropped assignments set to the number after the last expert."""
+        A dropped assignment gets the number after the last expert.
 
-        def of_shard(experts: Array) -> Array:
-            assignments = Sorted.of(experts, number)
-            rank = assignments.place - assignments.starts[experts]
-            return jnp.where(rank < capacity, experts, number)
-
-        kept = jax.vmap(of_shard)(self.experts.reshape(self.shards, -1))
-        return self._replace(experts=kept.reshape(self.experts.shape))
+        Args:
+            capacity: the number of tokens that an expert has room for.
+            number: the number of experts.
+        """
+        assignments = self.sorted(number)
+        rank = assignments.place.reshape(self.experts.shape) - assignments.starts[self.experts]
+        has_room = rank < capacity
+        kept = self._replace(experts=jnp.where(has_room, self.experts, number))
+        return kept, jnp.sum(~has_room, dtype=jnp.int32)
 
     def spread(self, assignments: Int[Array, "*rows"]) -> Float[Array, "*rows embed"]:
         """Return the token of each row, and zeros for a row without an assignment."""
@@ -97,21 +86,18 @@ def on_own_experts(
     Args:
         tokens: the tokens.
         experts: the experts of this device.
-        capacity: the number of tokens from a shard that an expert has room for; None to drop no
-            tokens.
+        capacity: the maximum number of these tokens that an expert has; None if it is unknown.
         axes: the mesh axes of the experts.
     """
     own = experts.gate.shape[0]
     first = jax.lax.axis_index(axes) * own if axes else 0
+    local = tokens.experts - first
+    is_own = (local >= 0) & (local < own)
+    assignments = tokens._replace(experts=jnp.where(is_own, local, own)).sorted(own)
     if capacity is None:
-        local = tokens.experts - first
-        is_own = (local >= 0) & (local < own)
-        assignments = tokens._replace(experts=jnp.where(is_own, local, own)).sorted(own)
         rows = assignments.first(tokens.rows_at(own))
         return tokens.combine(experts.of_groups(tokens.spread(rows), assignments.sizes), rows)
-    slots = tokens.slots(own * _size(axes), capacity)
-    if axes:
-        slots = jax.lax.dynamic_slice_in_dim(slots, first, own)
+    slots = assignments.slots(capacity)
     return tokens.combine(experts.of_slots(tokens.spread(slots)), slots)
 
 
@@ -124,16 +110,15 @@ def by_exchange(
     but only this device has the tokens.
     """
     own = experts.gate.shape[0]
-    number = own * _size(axes)
+    assignments = tokens.sorted(own * _size(axes))
     if capacity is not None:
-        slots = tokens.slots(number, capacity)
+        slots = assignments.slots(capacity)
         # (all experts, slots, embed) ─► (own experts, slots of all devices, embed), and back.
         rows = jax.lax.all_to_all(tokens.spread(slots), axes, 0, 1, tiled=True)
         computed = jax.lax.all_to_all(experts.of_slots(rows), axes, 1, 0, tiled=True)
         return tokens.combine(computed, slots)
     # Shapes are static, so each device receives the maximum number of rows that these tokens could
     # have there.
-    assignments = tokens.sorted(number)
     sizes = assignments.sizes.reshape(-1, own)
     starts = assignments.starts[::own]
     blocks = assignments.blocks(starts, sizes.sum(1), tokens.rows_at(own))
@@ -155,8 +140,7 @@ def by_ragged_exchange(
     own, parts = experts.gate.shape[0], _size(axes)
     size = tokens.rows_at(own)
     if capacity is not None:
-        tokens = tokens.without_dropped(own * parts, capacity)
-        size = min(size, own * capacity * tokens.shards)
+        size = min(size, own * capacity)
     assignments = tokens.sorted(own * parts)
     order = assignments.first(tokens.experts.size)
     sizes = assignments.sizes.reshape(parts, own)

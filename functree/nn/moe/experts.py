@@ -64,12 +64,8 @@ class Sorted(NamedTuple):
         return self.blocks(jnp.zeros_like(total)[None], total[None], size)[0]
 
     def slots(self, capacity: int) -> Int[Array, "experts capacity"]:
-        """Return the assignments that are not dropped: the first `capacity` of each expert."""
+        """Return each expert's assignments, of which there are at most `capacity`."""
         return self.blocks(self.starts, self.sizes, capacity)
-
-    def dropped(self, capacity: int) -> Int[Array, ""]:
-        """Return the number of assignments that the experts have no room for."""
-        return jnp.sum(jnp.maximum(self.sizes - capacity, 0))
 
 
 def group_of_row(sizes: Int[Array, "groups"], rows: int) -> Int[Array, "rows"]:

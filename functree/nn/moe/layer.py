@@ -28,7 +28,7 @@ from functree.nn.moe.dispatch import (
     capacity_of,
     on_own_experts,
 )
-from functree.nn.moe.experts import Experts, Sorted
+from functree.nn.moe.experts import Experts
 from functree.nn.moe.router import MoELosses, route
 from functree.nn.moe.sharding import DispatchName, Shards, chosen_dispatch, shards_of, weight_specs
 from functree.nn.weights import (
@@ -192,13 +192,14 @@ class MoE(eqx.Module):
             name: how tokens reach their experts.
             shards: the sharding of tokens and experts.
         """
-        tokens = x.reshape(-1, x.shape[-1])
-        routing = route(tokens, router, self.top_k, self.normalize)
+        vectors = x.reshape(-1, x.shape[-1])
+        routing = route(vectors, router, self.top_k, self.normalize)
+        tokens = Tokens(vectors, routing.experts, routing.weights)
         number = router.shape[1]
         capacity = dropped = None
         if self.capacity is not None:
-            capacity = capacity_of(self.capacity, self.top_k, tokens.shape[0], number)
-            dropped = Sorted.of(routing.experts.reshape(-1), number).dropped(capacity)
+            capacity = capacity_of(self.capacity, self.top_k, vectors.shape[0], number)
+            tokens, dropped = tokens.within(capacity, number)
         gate, up, down = _gathered(weights, shards.embed)
         experts = Experts(gate, up, down, self.dot_general)
         # Along these mesh axes, each device has partial sums. If these axes shard the tokens too,
@@ -206,13 +207,13 @@ class MoE(eqx.Module):
         # tokens.
         summed = shards.hidden if name != "gather" else (*shards.experts, *shards.hidden)
         over = tuple(axis for axis in summed if axis in shards.tokens)
-        given = tokens, routing.experts, routing.weights
         if over:
-            given = jax.tree.map(lambda array: jax.lax.all_gather(array, over, tiled=True), given)
+            tokens = jax.tree.map(lambda array: jax.lax.all_gather(array, over, tiled=True), tokens)
+        if capacity is not None:
+            capacity *= devices_along(over)
         # `y` has the shape (tokens, embed). It is computed in float32 or wider, and cast to the
         # narrow dtype before it is sent.
-        rows = Tokens(given[0], given[1], given[2], devices_along(over))
-        y = _DISPATCHED[name](rows, experts, capacity, shards.experts).astype(x.dtype)
+        y = _DISPATCHED[name](tokens, experts, capacity, shards.experts).astype(x.dtype)
         if over:
             y = jax.lax.psum_scatter(y, over, tiled=True)
         if others := tuple(axis for axis in summed if axis not in over):
