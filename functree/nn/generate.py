@@ -1,6 +1,7 @@
 """`generate` continues prompts with a language model, token by token."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -299,20 +300,21 @@ def _read_prompts(
         lengths: the length of each prompt; a row with an invalid length gets NaN.
     """
     batch, seq = prompts.shape
-    # All prompts are read at once, with a cache that has no slots. If rules shard the sequence
-    # inside attention, it stays sharded, unless the parts would be unequal.
+    # If rules shard the sequence inside attention, it stays sharded, unless the parts would be
+    # unequal.
+    context = unsharded_sequence()
     if _context_parts() > 1 and seq % axis_shards("seq", "batch seq embed").parts == 0:
+        context = nullcontext()
+    with context:
+        # All prompts are read at once, with a cache that has no slots.
         features, new = model.features_with_cache(prompts, Cache.create(model, batch, 0))
-        # A masked sum over the sharded sequence leaves the vectors where they are. No index equals
-        # -1, so for a row without tokens, the sum is 0 and `is_last` is false everywhere.
-        index = jnp.broadcast_to(jnp.arange(seq)[None], prompts.shape)
-        is_last = (index == lengths[:, None] - 1)[..., None]
-        last = jnp.where(is_last, features, 0).sum(1, keepdims=True)
-        last = jnp.where(is_last.any(1, keepdims=True), last, jnp.nan)
-        return activation(last, "batch _ embed"), new
-    with unsharded_sequence():
-        features, new = model.features_with_cache(prompts, Cache.create(model, batch, 0))
-        return on_shards(_last, [features, lengths], ["batch _ _", "batch"]), new
+    # A masked sum over the sequence leaves the vectors where they are. No index equals -1, so for a
+    # row without tokens, the sum is 0 and `is_last` is false everywhere.
+    index = jnp.broadcast_to(jnp.arange(seq)[None], prompts.shape)
+    is_last = (index == lengths[:, None] - 1)[..., None]
+    last = jnp.where(is_last, features, 0).sum(1, keepdims=True)
+    last = jnp.where(is_last.any(1, keepdims=True), last, jnp.nan)
+    return activation(last, "batch _ embed"), new
 
 
 def _context_parts() -> int:
@@ -320,15 +322,6 @@ def _context_parts() -> int:
     if not has_axis_rules() or on_one_device():
         return 1
     return devices_along(mesh_axes(sequence_by_rules(HEADS)))
-
-
-def _last(
-    x: Float[Array, "batch seq embed"], lengths: Int[Array, "batch"]
-) -> Float[Array, "batch 1 embed"]:
-    """Return the vector of each row's last token, or NaN if the row's length is invalid."""
-    # JAX gives NaN for an index after the end, but counts an index of -1 from the end.
-    index = jnp.where(lengths > 0, lengths - 1, x.shape[1])
-    return jnp.take_along_axis(x, index[:, None, None], axis=1, mode="fill")
 
 
 def _continued(
