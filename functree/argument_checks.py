@@ -12,6 +12,7 @@ from types import UnionType
 from typing import (
     Annotated,
     Any,
+    Literal,
     NamedTuple,
     ParamSpec,
     TypeGuard,
@@ -259,7 +260,7 @@ def check(headline: str, /, *others: Problem, **given: tuple[object, Takes]) -> 
 def kinds_of(annotated: Callable[..., Any]) -> dict[str, Takes]:
     """Collect the `Takes` in the annotations of a function's parameters or a class's fields.
 
-    An annotation may be a union with None.
+    An annotation may be a union with None. A `Literal` of strings accepts these strings.
 
     Examples:
         >>> from functree.argument_checks import Size, kinds_of
@@ -272,10 +273,18 @@ def kinds_of(annotated: Callable[..., Any]) -> dict[str, Takes]:
     for name, hint in get_type_hints(annotated, include_extras=True).items():
         options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         for option in options:
-            for extra in getattr(option, "__metadata__", ()):
+            extras = getattr(option, "__metadata__", ())
+            if get_origin(option) is Literal:
+                extras = (_one_of(get_args(option)),)
+            for extra in extras:
                 if isinstance(extra, Takes):
                     found[name] = extra.or_none() if type(None) in options else extra
     return found
+
+
+def _one_of(names: tuple[str, ...]) -> Takes:
+    text = f"one of {', '.join(map(repr, names))}"
+    return Takes(text, TEXT.fits, lambda value: value in names)
 
 
 def checked(headline: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

@@ -386,22 +386,18 @@ def on_shards(
     # not, the gradients would have types that JAX does not expect.
     specs = [PartitionSpec(*map(divided, array_spec)) for array_spec in specs]
     heads = specs[0][-2]
-    selects: list[bool] = []
-    for i, (text, array_spec) in enumerate(zip(names, specs, strict=True)):
-        # Example: a mesh axis of size 4 shards 8 query heads, and 2 key heads are replicated.
-        # Slices of queries and keys would not match, so each device gets all key heads, and selects
-        # the heads that its query heads use.
-        selects.append("kv_heads" in text and array_spec[-2] != heads)
-        if selects[i]:
-            specs[i] = PartitionSpec(*array_spec[:-2], None, None)
+    # Example: a mesh axis of size 4 shards 8 query heads, and 2 key heads are replicated. Slices of
+    # queries and keys would not match, so each device gets all key heads, and selects the heads
+    # that its query heads use.
+    wholes = [i for i, text in enumerate(names) if "kv_heads" in text and specs[i][-2] != heads]
+    for i in wholes:
+        specs[i] = PartitionSpec(*specs[i][:-2], None, None)
     total = arrays[0].shape[-2]
 
     def of_shards(*shards: Array) -> Array:
-        own: list[Array] = []
-        for x, is_whole in zip(shards, selects, strict=True):
-            if is_whole:
-                x = _heads_of_queries(x, shards[0].shape[-2], total, heads)
-            own.append(x)
+        own = list(shards)
+        for i in wholes:
+            own[i] = _heads_of_queries(shards[i], shards[0].shape[-2], total, heads)
         return fun(*own)
 
     return resharded(over_mesh(of_shards, arrays, specs, specs[0], check_vma), wanted)

@@ -14,7 +14,6 @@ from functree.argument_checks import (
     FloatingDtype,
     Positive,
     Size,
-    Takes,
     check,
     is_floating,
     kinds_of,
@@ -34,14 +33,7 @@ from functree.transforms.remat import REMAT, Remat
 from functree.tree.arrays import Tree, is_array
 from functree.tree.nodes import outermost
 
-Norms = Annotated[
-    Literal["before", "after"],
-    Takes(
-        "'before' or 'after'",
-        lambda value: isinstance(value, str),
-        lambda value: value in ("before", "after"),
-    ),
-]
+Norms = Literal["before", "after"]
 """Where a block's norms are: before its layers, or after each of them."""
 
 # Values are converted, since equal dtypes such as `jnp.float32` and `"float32"` hash differently,

@@ -8,7 +8,6 @@ from typing import Annotated
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from functree.argument_checks import POSITIVE, SIZE, Takes, check
@@ -115,7 +114,9 @@ def rope(
         positions = jnp.arange(seq, dtype=dtype)
     else:
         positions = _sharded_as(positions, x).astype(dtype)
-    frequencies = frequencies_of(head_dim, theta, scaling, dtype)
+    frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=dtype) / head_dim)
+    if scaling is not None:
+        frequencies = scaling(frequencies)
     # (*#batch, seq) and (pairs,) ─► (*#batch, seq, pairs)
     angles = positions[..., None] * frequencies[(None,) * positions.ndim]
     first, second = jnp.split(x.astype(dtype), 2, axis=-1)
@@ -126,23 +127,6 @@ def rope(
     return jnp.concatenate(
         [first * cos - second * sin, second * cos + first * sin], axis=-1
     ).astype(x.dtype)
-
-
-def frequencies_of(
-    head_dim: int,
-    theta: float,
-    scaling: Scaling | None = None,
-    dtype: DTypeLike = jnp.float32,
-) -> Float[Array, "pairs"]:
-    """Return the frequencies of the rotation, in radians per position.
-
-    Examples:
-        >>> from functree.nn.rope import frequencies_of
-        >>> frequencies_of(4, 100.0)
-        Array([1. , 0.1], dtype=float32)
-    """
-    frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=dtype) / head_dim)
-    return frequencies if scaling is None else scaling(frequencies)
 
 
 def _sharded_as(

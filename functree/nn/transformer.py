@@ -384,8 +384,9 @@ Model = Annotated[
     Transformer, Takes("an `ft.nn.Transformer`", lambda value: isinstance(value, Transformer))
 ]
 TOKENS = Takes(
-    "an array of integers with a sequence dimension",
+    "an array of integers with a sequence dimension and at least one token",
     lambda x: is_integers(x) and x.ndim > 0,
+    lambda x: x.size > 0,
 )
 _HEADLINE = "Transformer: invalid inputs"
 
@@ -410,10 +411,6 @@ def check_tokens(
     if not in_order:
         check_order(positions)
     seq = tokens.shape[-1]
-    if not tokens.size:
-        raise FunctreeValueError(
-            f"Transformer: tokens of shape {tokens.shape} are empty. Pass at least one token"
-        )
     if seq > max_seq:
         raise FunctreeValueError(
             f"Transformer: tokens of shape {tokens.shape} exceed max_seq={max_seq}. Shorten the "

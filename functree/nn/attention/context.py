@@ -13,13 +13,12 @@ attend to the tokens of other parts:
 import functools
 import math
 from collections.abc import Callable
-from typing import Annotated, Literal, NamedTuple, TypeVar, get_args
+from typing import Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from functree.argument_checks import TEXT, Takes
 from functree.errors import FunctreeValueError
 from functree.nn.attention.chunked import (
     Kept,
@@ -36,12 +35,7 @@ from functree.nn.weights import accumulator
 S = TypeVar("S")
 T = TypeVar("T")
 
-_Name = Literal["auto", "gather", "heads", "ring"]
-_NAMES = get_args(_Name)
-Context = Annotated[
-    _Name,
-    Takes(f"one of {', '.join(map(repr, _NAMES))}", TEXT.fits, lambda value: value in _NAMES),
-]
+Context = Literal["auto", "gather", "heads", "ring"]
 """The name of the method by which the parts of a sequence attend to each other."""
 
 

@@ -20,7 +20,7 @@ from functree.argument_checks import (
 )
 from functree.devices.meshes import devices_along
 from functree.errors import Problem
-from functree.nn.activations import activation, entries_of, explicit_mesh, over_mesh, resharded
+from functree.nn.activations import activation, entries_of, over_mesh, resharded
 from functree.nn.moe.dispatch import (
     Tokens,
     by_exchange,
@@ -176,8 +176,7 @@ class MoE(eqx.Module):
         whole, tokens = PartitionSpec(), PartitionSpec(*shards.entries, None)
         specs = (tokens, whole, *weight_specs(shards))
         y, losses = over_mesh(of_shard, (x, self.router, *weights), specs, (tokens, whole))
-        if explicit_mesh(x) is not None:
-            y = resharded(y, PartitionSpec(*entries_of(x)))
+        y = resharded(y, PartitionSpec(*entries_of(x)))
         return activation(y, "batch seq embed"), losses
 
     def _of_shard(

@@ -1,12 +1,11 @@
 """The sharding of tokens and experts determines how tokens reach their experts."""
 
-from typing import Annotated, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import jax
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float
 
-from functree.argument_checks import TEXT, Takes
 from functree.devices.meshes import devices_along, platform
 from functree.devices.specs import Entry, entry, mesh_axes
 from functree.errors import FunctreeValueError, Problem
@@ -18,11 +17,7 @@ INTO_HIDDEN = "experts embed hidden"
 
 _Axes = tuple[str, ...]
 
-_Name = Literal["auto", "gather", "exchange", "ragged"]
-_NAMES = get_args(_Name)
-DispatchName = Annotated[
-    _Name, Takes(f"one of {', '.join(_NAMES)}", TEXT.fits, lambda value: value in _NAMES)
-]
+DispatchName = Literal["auto", "gather", "exchange", "ragged"]
 
 
 class Shards(NamedTuple):
