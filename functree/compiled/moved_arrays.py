@@ -145,7 +145,9 @@ Group = tuple[int, ...]
 # `[4,2]<=[2,4]T(1,0)`
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 # `mesh['x'=4,'y'=2], device_ids=([2,4]T(1,0)) {'x'}`: the sizes, the order, the chosen axes
-_MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\((.*)\))? \{([^}]*)\}")
+_MESH = re.compile(
+    r"mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}"
+)
 _SIZE = re.compile(r"'?([^',=]+)'?=(\d+)")
 _AXIS = re.compile(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?")
 # `{{0,1},{2,3}}`
@@ -222,59 +224,30 @@ def _iota(shape: str, order: str, transposed: str | None) -> np.ndarray:
     return ids.reshape(_numbers(shape))
 
 
-_ORDER = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
-
-
-def _of_mesh(axes: str, order: str | None, chosen: str) -> tuple[Group, ...] | None:
+def _of_mesh(
+    axes: str, order: str | None, transposed: str | None, chosen: str
+) -> tuple[Group, ...] | None:
     """Expand `mesh['x'=4,'y'=2] {'x'}`: groups of positions that differ only along x.
 
     `{'x':(2)2}` is the minor half of x. The number in parentheses is the size of the axis before
     this part, and the second number is the part's own size.
     """
-    sizes = {name: int(size) for name, size in _SIZE.findall(axes)}
-    ids = _device_ids(math.prod(sizes.values()), order)
-    if ids is None:
-        return None
-    # Each axis is a dimension of `ids`. An axis with a chosen part becomes three dimensions: the
-    # sizes before the part, the part, and the sizes after it.
-    parts = {name: [size] for name, size in sizes.items()}
-    moved: list[tuple[str, int]] = []  # the dimensions that vary within a group
+    sizes: dict[str, int] = {}
+    strides: dict[str, int] = {}  # the distance between neighbors along each axis
+    for name, size in reversed(_SIZE.findall(axes)):
+        strides[name] = math.prod(sizes.values())
+        sizes[name] = int(size)
+    positions = np.arange(math.prod(sizes.values()))
+    is_first = np.ones(positions.size, bool)  # whether a position is the first of its group
+    offsets = np.zeros(1, int)  # the distances of a group's positions from the first
     for name, before, size in _AXIS.findall(chosen):
         if name not in sizes:
             return None
-        if not before:
-            moved.append((name, 0))
-            continue
-        if len(parts[name]) > 1:
-            return None  # two parts of one axis: no known compiler writes this
-        parts[name] = [int(before), int(size), sizes[name] // (int(before) * int(size))]
-        moved.append((name, 1))
-    shape: list[int] = []
-    starts: dict[str, int] = {}  # the first dimension of each axis
-    for name, dimensions in parts.items():
-        starts[name] = len(shape)
-        shape += dimensions
-    # A group's dimensions come last, in the order of the text.
-    last = [starts[name] + part for name, part in moved]
-    others = [i for i in range(len(shape)) if i not in last]
-    group = math.prod(shape[i] for i in last)
-    return _rows(ids.reshape(shape).transpose(*others, *last).reshape(-1, group))
-
-
-def _device_ids(number: int, order: str | None) -> np.ndarray | None:
-    """Return the positions of a mesh's devices in row-major order; None if their number differs.
-
-    Args:
-        number: the number of devices.
-        order: the text of `device_ids=`; None if the devices are in order.
-    """
-    if order is None:
-        return np.arange(number)
-    known = _ORDER.fullmatch(order)
-    if known is None:
-        ids = np.asarray(_numbers(order))
-    else:
-        ids = _iota(str(number), *known.groups())
-    if ids.size != number:
-        return None
-    return ids
+        part = int(size or sizes[name])
+        stride = strides[name] * sizes[name] // (int(before or 1) * part)
+        is_first &= positions // stride % part == 0
+        offsets = np.add.outer(offsets, stride * np.arange(part)).reshape(-1)
+    ids = positions
+    if order is not None:
+        ids = _iota(str(positions.size), order, transposed)
+    return _rows(ids[np.add.outer(positions[is_first], offsets)])

@@ -132,11 +132,11 @@ SPELLINGS: dict[str, tuple[tuple[int, ...], ...] | None] = {
     "mesh['x'=8] {'x':(2)2}": ((0, 2), (1, 3), (4, 6), (5, 7)),
     "mesh['x'=8] {'x':(4)2}": ((0, 1), (2, 3), (4, 5), (6, 7)),
     "mesh['x'=4,'y'=2], device_ids=([2,4]T(1,0)) {'x'}": ((0, 1, 2, 3), (4, 5, 6, 7)),
-    "mesh['x'=2,'y'=2], device_ids=(3,1,2,0) {'y'}": ((3, 1), (2, 0)),
+    "mesh['y'=2,'x'=4] {'x':(2)2,'y'}": ((0, 4, 1, 5), (2, 6, 3, 7)),
     # Not known: nothing is guessed.
     "mesh['x'=8] {'y'}": None,
-    "mesh['x'=8] {'x':(1)2,'x':(4)2}": None,
-    "mesh['x'=4], device_ids=(0,1) {'x'}": None,
+    "mesh['x'=8] {'x':(1)2,'x':(4)2}": ((0, 1, 4, 5), (2, 3, 6, 7)),
+    "mesh['x'=2,'y'=2], device_ids=(3,1,2,0) {'y'}": None,
     "[2,2,2]<=[8]": None,
     "all of them": None,
 }
