@@ -500,8 +500,8 @@ SVG: dict[str, Callable[[], str]] = {
 PAGES: dict[str, Callable[[], str]] = {
     "plan.html": lambda: mesh_plan()[0].html(),
     "larger-plan.html": lambda: larger_plan().html(),
-    "ledger.html": lambda: ledger_of(MLP).html(plan=mesh_plan()[0]),
-    "bad-ledger.html": lambda: ledger_of(Forgetful).html(plan=mesh_plan()[0]),
+    "ledger.html": lambda: ledger_of(MLP).html(),
+    "bad-ledger.html": lambda: ledger_of(Forgetful).html(),
 }
 
 

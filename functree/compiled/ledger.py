@@ -28,8 +28,6 @@ from functree.compiled.table import (
 )
 from functree.devices.meshes import MeshView
 from functree.errors import FunctreeTypeError, count
-from functree.layout.plan.page import PlanPage
-from functree.layout.plan.plan import Plan
 from functree.report.diff import Change, Diff, by_bytes, changes
 from functree.report.json_text import json_of, read_json
 from functree.report.page import (
@@ -164,40 +162,13 @@ class Ledger:
         """
         return read_json(text, "ledger", cls)
 
-    def html(self, plan: Plan | None = None) -> str:
+    def html(self) -> str:
         """Render the ledger as an HTML page.
 
         The page shows the moved bytes by mesh axis, kind, phase and parameter, and the memory by
         part. The page is one file that loads nothing from the network.
-
-        Args:
-            plan: the plan of one of the arguments. The page then includes the plan, and shows the
-                bytes moved for each of its arrays.
-
-        Raises:
-            FunctreeError: if `plan` is not a plan.
-
-        Examples:
-            >>> mesh = ft.make_mesh(data=2, model=4)
-            >>> w, x = (
-            ...     jax.ShapeDtypeStruct(shape, "float32")
-            ...     for shape in [(64, 32), (16, 64)]
-            ... )
-            >>> layouts = (ft.P("model"), ft.P(None, "model"))
-            >>> ledger = ft.ledger(
-            ...     lambda w, x: x @ w, w, x, in_shardings=layouts, mesh=mesh
-            ... )
-            >>> report = ledger.html(plan=ft.plan(w, layouts[0], mesh))
-            >>> report.startswith("<!doctype html>")
-            True
         """
-        if plan is None:
-            return _Page(self).html(page=True)
-        if not isinstance(plan, Plan):
-            raise FunctreeTypeError(f"html: `plan` must be a plan, not {shown(plan)}")
-        argument = _argument_of(plan.page(), self.memory)
-        moved = {} if argument is None else _moved_for(argument, self.collectives)
-        return _Page(self, plan.page(moved)).html(page=True)
+        return _Page(self).html(page=True)
 
     def _repr_html_(self) -> str:
         return _Page(self).html(page=False)
@@ -333,26 +304,20 @@ MOST_ROWS = 200
 
 
 class _Page(NamedTuple):
-    """The HTML page of a ledger, including the plan of an argument if there is one."""
+    """The HTML page of a ledger."""
 
     ledger: Ledger
-    plan: PlanPage | None = None
 
     def html(self, page: bool) -> str:
         """Render the page, or a fragment for a notebook."""
         notes = _notes(self.ledger)
         if self.ledger.idle:
             notes.insert(0, idle_text(self.ledger.idle))
-        what = "Ledger of a program"
         head = cards_html(self._cards()) + notes_html([], notes)
         content = self._moved(None if page else MOST_ROWS) + self._memory()
-        if self.plan is not None:
-            what = "Plan and ledger of a program"
-            head = cards_html([*self.plan.cards()[:3], *self._cards()])
-            head += notes_html(self.plan.problems, [*self.plan.notes, *notes])
-            content = self.plan.devices() + self.plan.arrays() + content
         content += section_html("Warnings", notes_html(warning_lines(self.ledger.warnings), []))
-        return report_html(f"{what} for {_where(self.ledger)}", head, content, page)
+        title = f"Ledger of a program for {_where(self.ledger)}"
+        return report_html(title, head, content, page)
 
     def _cards(self) -> list[Card]:
         total = sum(collective.total for collective in self.ledger.collectives)
@@ -430,8 +395,7 @@ class _Page(NamedTuple):
                 f"{bytes_text(memory.aliases)} of the results reuse the memory of donated arguments"
             )
         tree = ""
-        # A plan's tree already shows the arguments.
-        if memory.arguments and self.plan is None:
+        if memory.arguments:
             tree = tree_html(self._arguments(), "all arguments", "array", opened=False)
         return section_html(
             "Memory of each device",
@@ -451,26 +415,3 @@ class _Page(NamedTuple):
             size = len(paths) * sizes[paths[0]]
             leaves.append(TreeLeaf(parts, size, content, len(paths)))
         return leaves
-
-
-def _argument_of(plan: PlanPage, memory: Memory) -> str | None:
-    """Find the argument that a plan describes; None unless exactly one has the plan's arrays."""
-    by_argument: dict[str, dict[Path, int]] = {}
-    for (name, *path), size in memory.arguments.items():
-        by_argument.setdefault(str(name), {})[Path(path)] = size
-    expected = {row.path: row.bytes_per_device for row in plan.rows}
-    names: list[str] = []
-    for name, sizes in by_argument.items():
-        # The memory leaves out arrays that the program does not use.
-        if all(expected.get(path) == size for path, size in sizes.items()):
-            names.append(name)
-    return names[0] if len(names) == 1 else None
-
-
-def _moved_for(argument: str, collectives: Sequence[Collective]) -> dict[Path, int]:
-    """Sum the bytes moved for each array of an argument, without collectives for several arrays."""
-    moved: dict[Path, int] = {}
-    for collective in collectives:
-        if collective.path is not None and collective.arguments == (argument,):
-            moved[collective.path] = moved.get(collective.path, 0) + collective.total
-    return moved

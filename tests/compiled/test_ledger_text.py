@@ -15,7 +15,6 @@ from functree.compiled.table import (
     table_rows,
     warning_lines,
 )
-from tests.lib.checks import raises
 
 MESH = ft.make_mesh(data=2, model=4)
 MEMORY = ft.Memory({ft.Path("m.a"): 512, ft.Path("x"): 512}, 256, 0, 2048, 3072)
@@ -294,30 +293,6 @@ def test_a_notebook_has_the_largest_collectives() -> None:
     fragment = many._repr_html_()
     assert len(paths_in(fragment)) == 202 and "and 50 smaller rows" in fragment
     assert "p249.w" in fragment and "p0.w" not in fragment
-
-
-PLAN = ft.plan({"w": shape(64, 32)}, ft.P("model"), MESH)
-MOVES = 'num">moves '
-
-
-def report(*collectives: ft.Collective, **arguments: int) -> str:
-    """The page of a plan and of a ledger, of arguments whose one array is of this size."""
-    sizes = {ft.Path((name, "w")): size for name, size in arguments.items()}
-    return ledger(*collectives, memory=ft.Memory(sizes, 0, 0, 0, 0)).html(plan=PLAN)
-
-
-def test_a_report_of_the_plan_and_the_ledger() -> None:
-    page = report(moved("w", bytes=4096, count=2), m=2048)
-    assert "2 KiB each" in page and "Moved between devices" in page
-    assert f"{MOVES}8 KiB" in page and page.count("<!doctype html>") == 1
-    # What is moved for several arrays counts for none.
-    both = moved("w", paths=(ft.Path("w"), ft.Path("x")), arguments=("m", "m"))
-    assert MOVES not in report(both, m=2048)
-    # Of another layout, or if it may be of either of two arguments, no bytes are told.
-    assert MOVES not in report(moved("w"), m=4096)
-    assert MOVES not in report(moved("w"), m=2048, n=2048)
-    with raises("html: `plan` must be a plan, not 3", error=ft.FunctreeError):
-        ledger().html(plan=3)  # pyright: ignore[reportArgumentType]
 
 
 def test_the_text_of_a_cause() -> None:

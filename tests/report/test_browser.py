@@ -66,7 +66,6 @@ OTHER = ft.Ledger(tuple(MOVED[3:]), LEDGER.memory, "tpu v5e", SIZES)
 PAGES = {
     "plan": PLAN.html(),
     "ledger": LEDGER.html(),
-    "report": LEDGER.html(plan=PLAN),
     "diff": LEDGER.diff(OTHER).html(),
     "fragment": f"<!doctype html><meta charset=utf-8>{PLAN._repr_html_()}{LEDGER._repr_html_()}",
 }
@@ -148,7 +147,7 @@ def test_folding(browser: webdriver.Chrome, tmp_path: Path) -> None:
 def test_without_a_script(browser: webdriver.Chrome, tmp_path: Path) -> None:
     browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
     try:
-        opened(browser, tmp_path, "report")
+        opened(browser, tmp_path, "ledger")
         assert shown(browser, ".tools") == [] and shown(browser, ".leaf")
         browser.find_element(By.CSS_SELECTOR, ".tree summary").click()
         assert "model.blocks.layer.attn.query" not in shown(browser, ".leaf")

@@ -22,7 +22,6 @@ from functree.report.page import (
     tree_html,
 )
 from functree.report.table import bytes_text
-from functree.tree.paths import Path
 
 MOST_DEVICES = 16
 """The maximum number of devices in the pictures' color key."""
@@ -36,14 +35,12 @@ class PlanPage(NamedTuple):
         sizes: the sizes of the mesh axes.
         problems: the lines about problems, which are highlighted.
         notes: the other lines about the plan.
-        moved: the bytes that a program moves for each array, by path; empty without a program.
     """
 
     rows: Sequence[Row]
     sizes: Mapping[str, int]
     problems: Sequence[str]
     notes: Sequence[str]
-    moved: Mapping[Path, int] = {}
 
     def html(self, page: bool) -> str:
         """Render the page, or a fragment for a notebook."""
@@ -105,7 +102,6 @@ class PlanPage(NamedTuple):
             content += f' <span class="muted">{html.escape(str(row.axes))}</span>'
         if number > 1:
             content += f' <span class="muted">×{number}</span>'
-        content += self._moved(group.rows)
         if row.reason and not group.follow:
             content += f'<div class="why">{html.escape(row.reason)}</div>'
         picture = ""
@@ -113,9 +109,3 @@ class PlanPage(NamedTuple):
             picture = pictures.of(row.shape, axes_of(row))
         copies = sum(map(saved_by_sharding, group.rows))
         return TreeLeaf(group.parts, group.per_device, content, number, picture, copies)
-
-    def _moved(self, rows: Sequence[Row]) -> str:
-        total = sum(self.moved.get(row.path, 0) for row in rows)
-        if not total:
-            return ""
-        return f' <span class="chip num">moves {bytes_text(total)}</span>'

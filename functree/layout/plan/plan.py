@@ -303,21 +303,14 @@ class Plan(Layout):
         The page shows a collapsible tree, a picture of each array's shards, and the bytes on each
         device. The page is one file, and loads nothing from a network.
         """
-        return self.page().html(page=True)
+        return self._page().html(page=True)
 
     def _repr_html_(self) -> str:
-        return self.page().html(page=False)
+        return self._page().html(page=False)
 
-    def page(self, moved: Mapping[Path, int] | None = None) -> PlanPage:
-        """Return the content of the page.
-
-        Args:
-            moved: the bytes that a program moves for each array, by path.
-        """
+    def _page(self) -> PlanPage:
         # The cards replace the first note.
-        return PlanPage(
-            self.rows, self.sizes, self._problem_texts(), self._notes()[1:], moved or {}
-        )
+        return PlanPage(self.rows, self.sizes, self._problem_texts(), self._notes()[1:])
 
     def _notes(self) -> list[str]:
         """Return the lines below the table."""
