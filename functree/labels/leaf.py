@@ -75,8 +75,6 @@ class Leaf(NamedTuple):
         stacked: the number of leading dimensions that belong to stacks of layers.
         buffer: whether the array is marked as not trained.
         follows: the leaf whose decision applies to this leaf; None if layouts apply to it.
-        unread: the reason why its annotation does not name its axes, with the remedy; None if it
-            has no such annotation.
     """
 
     path: Path
@@ -93,7 +91,6 @@ class Leaf(NamedTuple):
     stacked: int = 0
     buffer: bool = False
     follows: FollowedLeaf | None = None
-    unread: tuple[str, str] | None = None
 
     def named(self, name: tuple[Key, ...]) -> Path | None:
         """Return the path of the leaf, beginning with a name above the leaf.
@@ -120,7 +117,6 @@ class Leaf(NamedTuple):
             self.unnamed,
             self.spec,
             self.misfit,
-            self.unread,
         )
 
     @property

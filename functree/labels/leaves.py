@@ -36,14 +36,7 @@ from functree.labels.annotations.given_names import (
     unmatched,
 )
 from functree.labels.annotations.hints import NOTHING, Hint, field_hints
-from functree.labels.annotations.leaf_axes import (
-    Fault,
-    Memory,
-    leaf_axes,
-    state_axes,
-    without_keys,
-    without_names,
-)
+from functree.labels.annotations.leaf_axes import Memory, leaf_axes, state_axes
 from functree.labels.leaf import Leaf, unheld_problem
 from functree.tree.arrays import AnyArray, Tree, is_array, is_unheld_number
 from functree.tree.axes import Axes, Names
@@ -55,7 +48,6 @@ from functree.tree.skeleton.kinds import (
     DEFAULT_DICT,
     DICT,
     EQUINOX_STATE,
-    LEAVES,
     NONE,
     PACKED,
     SEQUENCE,
@@ -203,7 +195,6 @@ class Context(NamedTuple):
         pending: the names in the annotation of a field above, until the walk reaches a module.
             Their patterns match paths from the first module below the field, or from the field if
             there is no module.
-        unread: the reason why an annotation above does not apply to the leaves, with the remedy.
     """
 
     within: tuple[type, ...] = ()
@@ -211,7 +202,6 @@ class Context(NamedTuple):
     given: tuple[GivenNames, ...] = ()
     buffer: bool = False
     pending: GivenNames | None = None
-    unread: Fault | None = None
 
 
 def inside_of(context: Context, cls: type) -> Context:
@@ -219,16 +209,14 @@ def inside_of(context: Context, cls: type) -> Context:
     return context._replace(within=(*context.within, cls))
 
 
-def _in_module(
-    node: Tree, inside: Context, opened: tuple[GivenNames, ...], unread: Fault | None
-) -> Context:
+def _in_module(node: Tree, inside: Context, opened: tuple[GivenNames, ...]) -> Context:
     """Return the context below a module, with the module's stack and the names given there."""
     stack = inside.stack
     if isinstance(node, Stack):
         stack = (*stack, *node.stack_axes())
     for given in opened:
         stack = (*stack, *given.names.stack)
-    return Context(inside.within, stack, inside.given + opened, inside.buffer, None, unread)
+    return Context(inside.within, stack, inside.given + opened, inside.buffer)
 
 
 class _Walk:
@@ -281,7 +269,7 @@ class _Walk:
             self.visit(node.tree, path, hint, context)
         elif kind is EQUINOX_STATE:
             opened = given_at(node, len(path), context.pending, self.names)
-            inside = _in_module(node, inside_of(context, type(node)), opened, None)
+            inside = _in_module(node, inside_of(context, type(node)), opened)
             for keys, child in kind.paths(node):
                 self.visit(child, (*path, *keys), NOTHING, inside)
         elif kind is not NONE:
@@ -303,8 +291,6 @@ class _Walk:
             hint = hint.tried()
         if hint.buffer:
             context = context._replace(buffer=True)
-        if kind not in LEAVES and hint.is_about_arrays:
-            context = context._replace(unread=without_names(hint))
         if hint.names is not None and kind is not NONE:
             given = GivenNames(hint.names, len(path), Giver.FIELD)
             self.fields.append((node, path, given))
@@ -313,7 +299,7 @@ class _Walk:
 
     def _leaf(self, value: AnyArray, path: Keys, hint: Hint, context: Context) -> None:
         """Record an array."""
-        within, stack, given, buffer, pending, unread = context
+        within, stack, given, buffer, pending = context
         place = Path(path)
         if pending is not None:
             pending.by_leaf = True
@@ -321,12 +307,7 @@ class _Walk:
             stack = (*stack, *pending.names.stack)
         outside = given_axes(place, given) if given else None
         axes = leaf_axes(self.memory, value, place, hint, outside, stack)
-        leaf = Leaf(place, value, *axes, within, place, (), len(stack), buffer)
-        if not axes.annotated and hint.is_about_arrays:
-            unread = without_names(hint)
-        if not axes.annotated and unread is not None:
-            leaf = leaf._replace(unread=unread)
-        self.leaves.append(leaf)
+        self.leaves.append(Leaf(place, value, *axes, within, place, (), len(stack), buffer))
 
     def _node(self, node: Tree, kind: Kind, path: Keys, hint: Hint, context: Context) -> None:
         """Visit a module, a named tuple, or a node of another class registered with JAX."""
@@ -342,13 +323,10 @@ class _Walk:
         # modules in the container.
         if not isinstance(node, dict):
             opened = given_at(node, len(path), context.pending, self.names)
-            # A class with annotations describes its own leaves.
-            unread = None if fields else context.unread
-            inside = _in_module(node, inside, opened, unread)
+            inside = _in_module(node, inside, opened)
         for key, child in kind.children(node):
             by_field = kind.by_field or type(key) is GetAttrKey
             name = key if kind.by_field else plain_key(key)
-            within = inside
             if by_field:
                 below = fields.get(name, NOTHING)
             else:
@@ -356,12 +334,10 @@ class _Walk:
                 if fields:
                     # The class is registered without keys.
                     below = fields.get(_attribute_of(node, child), below)
-                    if below is NOTHING:
-                        within = inside._replace(unread=without_keys(cls))
             # `PyTree[X]` annotates all fields that the class does not annotate.
             if hint.below is not None and by_field and below.tried() is NOTHING:
                 below = hint.child(None)
-            self.visit(child, (*path, name), below, within)
+            self.visit(child, (*path, name), below, inside)
         if opened:
             for given in opened:
                 if given.cls is not None and (given.used or given.names.stack):

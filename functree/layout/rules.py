@@ -263,19 +263,15 @@ def _split(leaf: Leaf, decision: Decision, dim: int, rule: Rule) -> Decision:
 
 def unannotated(leaf: Leaf) -> tuple[str, str]:
     """Return why rules cannot lay out a leaf without names, and the remedy."""
-    why, remedy = "has no axis names", 'annotate the array (`Float[Array, "<axes>"]`)'
-    if leaf.unread is not None:
-        reason, remedy = leaf.unread
-        why += f": {reason}"
     # A user would write names for the innermost class that is not a container.
     cls = next((cls for cls in reversed(leaf.within) if cls not in (list, tuple, dict)), None)
     names = "`names=`"
     if cls is not None and leaf.path and isinstance(leaf.path[-1], str):
         names = f'`names={{{cls.__name__}: ft.names({leaf.path[-1]}="<axes>")}}`'
     return (
-        f"{why}, and rules shard axes by name",
-        f"{remedy}, pass {names} to the rules, lay the array out with a path filter, or pass "
-        "`unnamed=P()` to the rules to leave it unsharded",
+        "has no axis names, and rules shard axes by name",
+        f'annotate the array (`Float[Array, "<axes>"]`), pass {names} to the rules, lay the array '
+        "out with a path filter, or pass `unnamed=P()` to the rules to leave it unsharded",
     )
 
 

@@ -1,4 +1,4 @@
-"""Annotations that say nothing about the arrays that they are of: found all the same, or said."""
+"""Annotations of classes without keys, and of values of another structure."""
 
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -43,38 +43,14 @@ class Tied:
 
 
 def test_a_class_that_is_registered_without_keys():
-    with raises(
-        "0, 1   f32",
-        "has no axis names: its class Tied is registered with JAX without keys "
-        "that name its fields, so its annotations cannot be matched to its children",
-        "Try: register it with keys (`jax.tree_util.register_pytree_with_keys_class`, with a "
-        "`GetAttrKey` for each field)",
-    ):
+    with raises("0, 1   f32", "has no axis names, and rules shard axes by name"):
         specs(Tied(W, W))
-    # They have no names for those who do not ask by name.
-    assert not any(map(any, jax.tree.leaves(ft.tree_axes(Tied(W, W)))))
     # Different objects are found in the attributes.
     assert specs(Tied(W, W + 1)) == [P(None, "model"), P("model", None)]
 
 
-def test_the_warning_of_what_rules_replicate():
-    mesh = ft.make_mesh(data=2, model=4)
-    step = ft.jit(lambda tied, other, bare: (tied, other, bare), rules=RULES, mesh=mesh)
-    with pytest.warns(ft.FunctreeWarning) as caught:
-        step.lower(Tied(W, W), hold(Float[Array, "embed hidden"], [W]), (W, W))
-    [text] = [str(warning.message) for warning in caught]
-    for fragment in (
-        "`tied.0`", "`tied.1`", "(its class Tied is registered with JAX", ": register it with keys (",
-        "`other.w.0`", "(its annotation `Float", "names the axes of no array at this path: write `Float[Array",
-        "`bare.0` f32[8, 16] (no axis names)", ": annotate them ",
-    ):  # fmt: skip
-        assert fragment in text, text
-
-
 @jax.tree_util.register_pytree_with_keys_class
 class Keyed:
-    """As the remedy says."""
-
     w: Float[Array, "embed hidden"]
     b: Float[Array, "hidden embed"]
 
@@ -110,11 +86,6 @@ class Box(eqx.Module, Generic[T]):
     value: T
 
 
-class Bare(eqx.Module):
-    weight: Array
-    bias: Float[Array, "hidden"] | None = None
-
-
 HIDDEN, MATRIX = Float[Array, "hidden"], Float[Array, "embed hidden"]
 LAYER = eqx.nn.Linear(8, 16, key=jax.random.key(0))
 
@@ -131,8 +102,7 @@ STRUCTURES: dict[str, tuple[Any, Any, str]] = {
 @pytest.mark.parametrize("case", STRUCTURES)
 def test_annotation_and_value_of_different_structure(case: str):
     annotation, value, path = STRUCTURES[case]
-    why = "has no axis names: its annotation "
-    with raises(f"\n  {path}", why, "names the axes of no array at this path", "`PyTree[Float"):
+    with raises(f"\n  {path}", "has no axis names, and rules shard axes by name"):
         specs(hold(annotation, value))
 
 
@@ -147,8 +117,3 @@ REMEDIES: dict[str, tuple[Any, Any, list[P]]] = {
 def test_the_remedies(case: str):
     annotation, value, wanted = REMEDIES[case]
     assert specs(hold(annotation, value)) == wanted
-
-
-def test_what_is_annotated_by_its_own_class_needs_no_reason():
-    with raises("has no axis names, and rules shard axes by name", "annotate the array"):
-        specs(hold(MATRIX, Box(Bare(W))))

@@ -216,22 +216,3 @@ def _unresolved(hint: Hint) -> Fault:
         "module, not in a function or under `TYPE_CHECKING`"
     )
     return why, remedy
-
-
-def without_names(hint: Hint) -> Fault:
-    """Explain that an annotation about arrays names the axes of no array at a leaf's path."""
-    return (
-        f"its annotation `{hint.text}` names the axes of no array at this path",
-        'write `Float[Array, "<axes>"]` for an array, `PyTree[Float[Array, "<axes>"]]` for a '
-        "container of any structure, and `Annotated[cls, ft.names(...)]` for a module",
-    )
-
-
-def without_keys(cls: type) -> Fault:
-    """Explain why the annotations of a class do not apply to its children."""
-    return (
-        f"its class {cls.__name__} is registered with JAX without keys that name its fields, so "
-        "its annotations cannot be matched to its children",
-        "register it with keys (`jax.tree_util.register_pytree_with_keys_class`, with a "
-        "`GetAttrKey` for each field)",
-    )

@@ -75,7 +75,7 @@ def following(leaf: Leaf, follows: FollowedLeaf, parameters: Mapping[Path, Leaf]
     # `stacked` and `misfit` come from the annotations of a copy of the model, which do not apply
     # here.
     return leaf._replace(
-        axes=axes, stacked=0, annotated=follows.known, misfit=None, follows=follows, unread=None
+        axes=axes, stacked=0, annotated=follows.known, misfit=None, follows=follows
     )
 
 

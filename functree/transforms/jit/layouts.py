@@ -254,9 +254,7 @@ def _warn_replicated(name: str, leaves: Sequence[Leaf], view: MeshView) -> None:
         if isinstance(leaf.value, Tracer) or not is_worth_telling(leaf.value):
             continue
         why = "no axis names"
-        if leaf.unread is not None:
-            why = ": ".join(leaf.unread)
-        elif any(leaf.axes):
+        if any(leaf.axes):
             why = f'no rules for "{leaf.axes}"'
         arrays.append(f"`{leaf.path}` {array_text(leaf.value)} ({why})")
     if arrays:
