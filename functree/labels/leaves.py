@@ -195,6 +195,7 @@ class Context(NamedTuple):
         pending: the names in the annotation of a field above, until the walk reaches a module.
             Their patterns match paths from the first module below the field, or from the field if
             there is no module.
+        below: the hint of leaves without an annotation of their own.
     """
 
     within: tuple[type, ...] = ()
@@ -202,6 +203,7 @@ class Context(NamedTuple):
     given: tuple[GivenNames, ...] = ()
     buffer: bool = False
     pending: GivenNames | None = None
+    below: Hint = NOTHING
 
 
 def inside_of(context: Context, cls: type) -> Context:
@@ -216,7 +218,7 @@ def _in_module(node: Tree, inside: Context, opened: tuple[GivenNames, ...]) -> C
         stack = (*stack, *node.stack_axes())
     for given in opened:
         stack = (*stack, *given.names.stack)
-    return Context(inside.within, stack, inside.given + opened, inside.buffer)
+    return inside._replace(stack=stack, given=inside.given + opened, pending=None)
 
 
 class _Walk:
@@ -229,7 +231,6 @@ class _Walk:
         self.problems: list[Problem] = []
         self.unheld: list[Problem] = []  # arrays that JAX does not support
         self.kinds: dict[type, Kind] = {}
-        self.fields_of: dict[tuple[type, Hint], Mapping[str, Hint]] = {}
         self.memory: Memory = {}
         self.used: set[type] = set()  # the classes in `names` whose axes apply to a leaf
         self.training: dict[Path, TrainingState] = {}
@@ -248,8 +249,10 @@ class _Walk:
         kind = self.kinds.get(type(node)) or self._kind(node)
         if self.hints:
             hint = self.hints.get(path, hint)
-        if hint is not NOTHING:
-            hint, context = self._annotated(node, kind, path, hint, context)
+        if hint is NOTHING:
+            hint = context.below
+        else:
+            context = self._annotated(node, kind, path, hint, context)
         if kind is ARRAY:
             self._leaf(node, path, hint, context)
         elif kind is STATIC:
@@ -285,21 +288,21 @@ class _Walk:
 
     def _annotated(
         self, node: Tree, kind: Kind, path: Keys, hint: Hint, context: Context
-    ) -> tuple[Hint, Context]:
-        """Resolve the annotation of a node, and add facts about the leaves below to the context."""
-        if hint.references:
-            hint = hint.tried()
+    ) -> Context:
+        """Add the facts about the leaves below a node that its annotation states."""
+        if ... in hint.parts:
+            context = context._replace(below=hint.child(...))
         if hint.buffer:
             context = context._replace(buffer=True)
         if hint.names is not None and kind is not NONE:
             given = GivenNames(hint.names, len(path), Giver.FIELD)
             self.fields.append((node, path, given))
             context = context._replace(pending=given)
-        return hint, context
+        return context
 
     def _leaf(self, value: AnyArray, path: Keys, hint: Hint, context: Context) -> None:
         """Record an array."""
-        within, stack, given, buffer, pending = context
+        within, stack, given, buffer, pending, _ = context
         place = Path(path)
         if pending is not None:
             pending.by_leaf = True
@@ -312,10 +315,7 @@ class _Walk:
     def _node(self, node: Tree, kind: Kind, path: Keys, hint: Hint, context: Context) -> None:
         """Visit a module, a named tuple, or a node of another class registered with JAX."""
         cls = type(node)
-        key = cls, hint if hint.generics or hint.references else NOTHING
-        fields = self.fields_of.get(key)
-        if fields is None:
-            fields = self.fields_of[key] = field_hints(*key)
+        fields = field_hints(cls, hint)
         inside, opened = inside_of(context, cls), ()
         if isinstance(node, TrainingState) and first_beginning(path, self.training) is None:
             self.training[Path(path)] = node
@@ -325,17 +325,13 @@ class _Walk:
             opened = given_at(node, len(path), context.pending, self.names)
             inside = _in_module(node, inside, opened)
         for key, child in kind.children(node):
-            by_field = kind.by_field or type(key) is GetAttrKey
             name = key if kind.by_field else plain_key(key)
-            if by_field:
-                below = fields.get(name, NOTHING)
+            if kind.by_field or type(key) is GetAttrKey:
+                below = fields.child(name)
+            elif fields.parts:
+                # The class is registered without keys.
+                below = fields.child(_attribute_of(node, child))
             else:
-                below = hint.child(None)
-                if fields:
-                    # The class is registered without keys.
-                    below = fields.get(_attribute_of(node, child), below)
-            # `PyTree[X]` annotates all fields that the class does not annotate.
-            if hint.below is not None and by_field and below.tried() is NOTHING:
                 below = hint.child(None)
             self.visit(child, (*path, name), below, inside)
         if opened:

@@ -10,7 +10,7 @@ from typing import Any
 from functree.argument_checks import FUNCTION, check
 from functree.calls.signature import RESULT, Signature
 from functree.errors import AxesError
-from functree.labels.annotations.hints import NOTHING, UNREADABLE, Hint, field_hints
+from functree.labels.annotations.hints import NOTHING, Hint, field_hints
 from functree.layout.layout import Layout, LayoutLike, LayoutTree, Modifier, as_layout
 from functree.layout.rules import AxisRules, spec_of_axes
 
@@ -59,7 +59,7 @@ def signature_layouts(
     def given(record: Any, name: str) -> LayoutTree:
         if record.__annotations__.get(name, ...) in _STATIC:
             return None
-        hint = field_hints(record).get(name, NOTHING)
+        hint = field_hints(record).child(name)
         return _layout(hint, layout, f"{signature.name}: the annotation of `{name}`, `{hint.text}`")
 
     inputs = {name: given(signature.call, name) for name in signature.parameters}
@@ -76,23 +76,21 @@ def _layout(hint: Hint, rules: Layout, what: str) -> LayoutTree:
         rules: the rules.
         what: the annotation's text in messages.
     """
-    try:
-        hint = hint.settled
-    except UNREADABLE as error:
-        raise AxesError(f"{what}, cannot be resolved: {error}") from error
+    if hint.error:
+        raise AxesError(f"{what}, cannot be resolved: {hint.error}")
     if hint is NOTHING:
         return rules
     # `PyTree[X]`
-    in_any_tree = hint.below is not None and any(form.dtype for form in hint.below.forms)
+    in_any_tree = ... in hint.parts and any(form.dtype for form in hint.child(...).forms)
     # A union such as `Float[Array, "a"] | tuple[...]` has several kinds, and only the value shows
     # which kind applies.
-    kinds = [kind for kind in (hint.forms, hint.elements, hint.element) if kind]
+    kinds = [kind for kind in (hint.forms, 0 in hint.parts, None in hint.parts) if kind]
     if hint.names or hint.generics or in_any_tree or len(kinds) != 1:
         return AnnotationLayout(rules, hint)
-    if hint.elements:
-        return tuple(_layout(element, rules, what) for element in hint.elements)
-    if hint.element is not None:
-        inner = _layout(hint.element, rules, what)
+    if 0 in hint.parts:
+        return tuple(_layout(hint.child(i), rules, what) for i in range(len(hint.parts)))
+    if None in hint.parts:
+        inner = _layout(hint.child(None), rules, what)
         # This layout is for the whole container. A spec, and rules without an annotation, apply to
         # each element. An `AnnotationLayout` reads the annotation at a leaf's path below the
         # container. A tuple, as for `list[tuple[X, Y]]`, would mean one entry for each element of

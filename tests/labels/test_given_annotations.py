@@ -8,7 +8,7 @@ import pytest
 from jaxtyping import Array, Float
 
 import functree as ft
-from functree.labels.annotations.hints import Namespace, parse
+from functree.labels.annotations.hints import Namespace, Reference, parse
 from functree.labels.leaves import read
 from tests.lib.trees import x
 
@@ -56,7 +56,8 @@ CASES: dict[str, tuple[dict[tuple[Any, ...], Any], dict[str, str]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_axes(case: str) -> None:
     written, expected = CASES[case]
-    hints = {ft.Path(path): parse(one, Namespace(__name__)) for path, one in written.items()}
+    namespace = Namespace(__name__)
+    hints = {ft.Path(path): parse(Reference(one, namespace)) for path, one in written.items()}
     found = read(tree(), None, hints).leaves
     assert {str(leaf.path): str(leaf.axes) for leaf in found} == UNNAMED | expected
     for leaf in found:

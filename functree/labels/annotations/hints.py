@@ -9,13 +9,11 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
-from itertools import chain, zip_longest
-from operator import attrgetter
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import jax
 import jaxtyping
@@ -172,7 +170,8 @@ UNREADABLE = (
 )
 
 
-Values = Mapping[TypeVar, "Reference"]  # the values of type variables
+def _no_class() -> None:
+    return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,7 +180,8 @@ class Namespace:
 
     Attributes:
         module: the module that contains the annotation.
-        names: the names in the class that contains the annotation.
+        owner: a weak reference to the class that contains the annotation, or a function that
+            returns None.
         values: the values of the annotation's type variables.
         optional: whether a name may stay unresolved, because its union also allows any array. An
             example is optax's recursive alias `ArrayTree = Array | Iterable["ArrayTree"] | ...`,
@@ -190,340 +190,278 @@ class Namespace:
     """
 
     module: str
-    names: Mapping[str, Any] = field(default_factory=dict)
-    values: Values = field(default_factory=dict)
+    owner: Callable[[], type | None] = _no_class
+    values: "Mapping[TypeVar, Reference]" = field(default_factory=dict)
     optional: bool = False
     spec: PartitionSpec | None = None
 
     def find(self, text: str) -> Any:
-        """Evaluate an expression. Its errors propagate."""
+        """Evaluate an expression, which may use the names in the module and in the class.
+
+        Its errors propagate.
+        """
         # The module is looked up now, not when the class is read, since a name may be defined below
         # the class. Its namespace is copied, since `eval` adds `__builtins__` to its globals.
-        module = sys.modules.get(self.module)
+        module, cls = sys.modules.get(self.module), self.owner()
         known = dict(vars(module)) if module else {}
-        return eval(text, known, dict(self.names))
+        names: dict[str, Any] = {}
+        if cls is not None:
+            # Python keeps the parameters of `class Box[T]` only in `__type_params__`.
+            parameters = {p.__name__: p for p in getattr(cls, "__type_params__", ())}
+            names = {**vars(cls), **parameters, cls.__name__: cls}
+        return eval(text, known, names)
 
 
 class Reference(NamedTuple):
-    """A type expression in an annotation, which is resolved when a leaf needs it.
-
-    Attributes:
-        what: the expression: a quoted text, an alias (`type X = ...`) with its arguments, or the
-            argument of a generic class.
-        namespace: the namespace in which its names are looked up.
-    """
+    """A type expression in an annotation, with the namespace of its names."""
 
     what: Any
     namespace: Namespace
 
-    def resolve(self) -> "Hint":
-        """Return the referenced hint. Raise Python's error if the reference cannot be evaluated.
 
-        An undefined name that may stay unresolved gives `NOTHING` instead.
-        """
-        outside = self.namespace
-        try:
-            if isinstance(self.what, str):
-                return _with_spec(parse(outside.find(self.what), outside), outside)
-            # An alias is resolved in its own module, which may differ from the class's module. Its
-            # arguments are resolved in the class's module.
-            alias = typing.get_origin(self.what) or self.what
-            args = [Reference(arg, outside) for arg in typing.get_args(self.what)]
-            values = dict(zip(alias.__type_params__, args, strict=False))
-            inside = replace(outside, module=alias.__module__, names={}, values=values)
-            return _with_spec(parse(alias.__value__, inside), inside)
-        except NameError:
-            if not outside.optional:
-                raise
-            return NOTHING
-
-
-# The maximum number of steps from one quoted name to the next. More steps mean that a name is
-# defined in terms of itself.
-_MAX_STEPS = 32
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Hint:
     """The parsed form of an annotation: everything that it specifies about arrays.
 
-    The hint of a union combines the parts of all alternatives. Hints are compared by identity,
-    which is fast: the walk over a tree uses them as keys.
+    Only the outermost level is parsed, with all alternatives of a union. The parts below it are
+    parsed when a walk over a tree reaches a value for them, so an annotation may contain itself.
+    Hints are compared by identity, which is fast: the walk uses them as keys. They are not changed
+    after `parse` has returned them.
 
     Attributes:
-        text: the annotation, for messages.
+        texts: the alternatives as they are written, for messages.
         forms: the annotated forms of an array, if the field itself may hold an array.
-        element: the hint of each element of a container: X in `list[X]`, `tuple[X, ...]`,
-            `dict[str, X]`.
-        elements: the hints of the elements of a `tuple[X, Y]`.
-        below: the hint of an array at any depth: X in `PyTree[X]`.
+        parts: the annotations of the parts of a value, by key. A key is an index for
+            `tuple[X, Y]`, and None for all elements of `list[X]`, `tuple[X, ...]` or
+            `dict[str, X]`. The key `...` stands for arrays at any depth without another annotation,
+            as in `PyTree[X]`. For a class, the keys are the names of its fields.
         generics: the generic classes with their arguments: `Box[X]`.
         names: the `ft.names` in the annotation's `Annotated`.
         buffer: whether the annotation is an `ft.Buffer`.
-        references: the parts that are not resolved yet.
+        around: the namespace of a type without axes that has a spec around it.
+        error: the reason why the annotation cannot be resolved, or an empty string.
+        unresolved: the annotation that cannot be resolved.
+        parsed: the hints of the parts that have been parsed, and the fields of classes.
     """
 
-    text: str = ""
-    forms: tuple[ArrayForm, ...] = ()
-    element: "Hint | None" = None
-    elements: "tuple[Hint, ...]" = ()
-    below: "Hint | None" = None
-    generics: tuple[tuple[type, tuple[Reference, ...]], ...] = ()
+    texts: dict[str, None] = field(default_factory=dict)
+    forms: list[ArrayForm] = field(default_factory=list)
+    parts: dict[Hashable, list[Reference]] = field(default_factory=dict)
+    generics: list[Reference] = field(default_factory=list)
     names: Names | None = None
     buffer: bool = False
-    references: tuple[Reference, ...] = ()
-
-    def child(self, index: int | None) -> "Hint":
-        """Return the hint of an element of a container.
-
-        Args:
-            index: the index of the element; None for the values of a mapping.
-        """
-        # If the annotation cannot be resolved, each leaf below reports it.
-        if self.references or self is NOTHING:
-            return self
-        element = self.element or NOTHING
-        if index is not None and index < len(self.elements):
-            element = self.elements[index]
-        if self.below is None:
-            return element
-        # `PyTree[X]` annotates all levels below, so X is passed on.
-        if element is NOTHING:
-            return self._under
-        return replace(merge((element, self.below)), below=self.below)
-
-    @cached_property
-    def _under(self) -> "Hint":
-        # Hints are compared by identity. The cache lets all elements of a container share one hint.
-        if self.below is None:
-            return NOTHING
-        return replace(self.below, below=self.below)
+    around: Namespace | None = None
+    error: str = ""
+    unresolved: Reference | None = None
+    parsed: "dict[Hashable, Hint]" = field(default_factory=dict)
 
     @property
-    def is_about_arrays(self) -> bool:
-        """Whether the resolved parts annotate arrays, in the field or below it."""
-        parts = (self.forms, self.element, self.elements, self.below, self.generics)
-        return any(parts)
+    def text(self) -> str:
+        """The annotation, for messages."""
+        return " | ".join(self.texts)
 
-    @cached_property
-    def settled(self) -> "Hint":
-        """The resolved hint. Reading it raises Python's error if a name cannot be resolved."""
-        # `cached_property` does not cache a failure, and a name may be defined later.
-        hint = self
-        # One reference may lead to another.
-        for _ in range(_MAX_STEPS):
-            if not hint.references:
-                # Messages show the annotation as it is written.
-                return hint if hint in (self, NOTHING) else replace(hint, text=self.text)
-            parts = [reference.resolve() for reference in hint.references]
-            kept = replace(hint, references=())
-            # An empty hint that is not `NOTHING` would count as an alternative.
-            if kept.is_about_arrays or kept.names or kept.buffer:
-                parts.insert(0, kept)
-            hint = merge(parts)
-        raise RecursionError("it is defined in terms of itself")
-
-    def tried(self) -> "Hint":
-        """Return the resolved hint, or the hint itself if a name cannot be resolved."""
-        try:
-            return self.settled
-        except UNREADABLE:
+    def child(self, key: Hashable) -> "Hint":
+        """Return the hint of a part: of an element by its index, or of a field by its name."""
+        # If the annotation cannot be resolved, each leaf below reports it.
+        if self.error:
             return self
+        if key not in self.parts:
+            key = None
+        hint = self.parsed.get(key)
+        if hint is None:
+            hint = parse(*self.parts.get(key, ()))
+            # A failure is not cached, since a name may be defined later.
+            if not hint.error:
+                self.parsed[key] = hint
+        return hint
 
 
 NOTHING = Hint()
 
 
-def merge(hints: Iterable[Hint]) -> Hint:
-    """Return the hint of a union of annotations."""
-    distinct = dict.fromkeys(hints)
-    distinct.pop(NOTHING, None)
-    if not distinct:
-        return NOTHING
-    if len(distinct) == 1:
-        return next(iter(distinct))
+def parse(*references: Reference) -> Hint:
+    """Parse an annotation, or several as a union.
 
-    def each(attribute: str) -> Iterable[Any]:
-        """Return the values of an attribute, for the hints that have one."""
-        return filter(None, map(attrgetter(attribute), distinct))
-
-    def merged(attribute: str) -> Hint | None:
-        return merge(each(attribute)) if any(each(attribute)) else None
-
-    return Hint(
-        text=" | ".join(dict.fromkeys(each("text"))),
-        forms=tuple(dict.fromkeys(chain(*each("forms")))),
-        element=merged("element"),
-        # Merge the first elements of all hints, then the second ones, and so on.
-        elements=tuple(map(merge, zip_longest(*each("elements"), fillvalue=NOTHING))),
-        below=merged("below"),
-        generics=tuple(chain(*each("generics"))),
-        names=next(iter(each("names")), None),
-        buffer=any(each("buffer")),
-        references=tuple(chain(*each("references"))),
-    )
+    The hint is `NOTHING` for types that specify no arrays.
+    """
+    hint = Hint()
+    for reference in references:
+        _add(hint, *reference)
+    if hint.around is not None and not hint.forms:
+        # `Annotated[eqx.nn.Linear, P("data")]`: arrays of any rank and dtype, at any depth.
+        _add_at_any_depth(hint, OpenAxes(Axes(), Axes()), hint.around)
+    if any((hint.forms, hint.parts, hint.generics, hint.names, hint.buffer, hint.error)):
+        return hint
+    return NOTHING
 
 
-# Reading a hint
+def _add(hint: Hint, what: Any, namespace: Namespace, text: str = "") -> None:
+    """Add everything that a type expression specifies to a hint.
 
-
-def parse(hint: Any, namespace: Namespace) -> Hint:
-    """Parse a type expression. The hint is `NOTHING` for a type that specifies no arrays."""
+    Args:
+        hint: the hint.
+        what: the expression.
+        namespace: the namespace of its names.
+        text: the name that stands for the expression in the annotation; empty if there is none.
+    """
     # Each case is one form of type expression. The order matters for forms that are also classes.
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if isinstance(hint, str | typing.ForwardRef):
-        text = hint if isinstance(hint, str) else hint.__forward_arg__
-        return Hint(text=text, references=(Reference(text, namespace),))
-    if isinstance(hint, TypeVar):
-        if hint in namespace.values:
-            value, outside = namespace.values[hint]
-            inside = replace(outside, spec=namespace.spec or outside.spec)
-            return _with_spec(parse(value, inside), inside)
-        return NOTHING
+    origin, args = typing.get_origin(what), typing.get_args(what)
     # The class is compared by name, since it is new in Python 3.12, and typing_extensions has its
     # own class for older versions.
-    if type(origin or hint).__name__ == "TypeAliasType":
-        return Hint(text=str(hint), references=(Reference(hint, namespace),))
-    if origin is typing.Annotated:
-        return _annotated(args[0], hint.__metadata__, namespace)
-    if origin in (typing.Union, types.UnionType):
+    is_alias = type(origin or what).__name__ == "TypeAliasType"
+    if is_alias or isinstance(what, str | typing.ForwardRef):
+        _add_named(hint, what, namespace, text)
+    elif isinstance(what, TypeVar):
+        if what in namespace.values:
+            value, inside = namespace.values[what]
+            if namespace.spec is not None:
+                inside = replace(inside, spec=namespace.spec)
+            _add(hint, value, inside, text)
+    elif origin is typing.Annotated:
+        _add_annotated(hint, args[0], what.__metadata__, namespace, text)
+    elif origin in (typing.Union, types.UnionType):
         # `Array | Iterable["ArrayTree"]`: the union allows any array, so an unresolved name in it
         # hides no axes.
         if any(array in args for array in (jax.Array, np.ndarray, Any)):
             namespace = replace(namespace, optional=True)
-        return merge(parse(arg, namespace) for arg in args)
-    if isinstance(hint, type) and issubclass(hint, jaxtyping.AbstractArray):
-        form = array_form(hint.dim_str, hint.dtype)._replace(spec=namespace.spec)
-        return Hint(text=hint_text(hint), forms=(form,))
-    if isinstance(hint, type) and issubclass(hint, jaxtyping.PyTree):
-        leaf = parse(getattr(hint, "leaftype", Any), namespace)
-        return NOTHING if leaf is NOTHING else replace(leaf, below=leaf)
-    return _parametrized(hint, origin, args, namespace)
-
-
-def _parametrized(hint: Any, origin: Any, args: tuple[Any, ...], namespace: Namespace) -> Hint:
-    """Return the hint of a container or a generic class with arguments."""
+        for arg in args:
+            _add(hint, arg, namespace, text)
+    elif isinstance(what, Axes | OpenAxes):
+        hint.texts[text or f'"{what}"'] = None
+        hint.forms.append(form_of_axes(what)._replace(spec=namespace.spec))
+    elif isinstance(what, type) and issubclass(what, jaxtyping.AbstractArray):
+        hint.texts[text or hint_text(what)] = None
+        form = array_form(what.dim_str, what.dtype)
+        hint.forms.append(form._replace(spec=namespace.spec))
+    elif isinstance(what, type) and issubclass(what, jaxtyping.PyTree):
+        _add_at_any_depth(hint, getattr(what, "leaftype", Any), namespace, text)
     # The arguments of `type[X]` and `Callable[[X], Y]` are not annotations of arrays in the value.
-    if not isinstance(origin, type) or origin in (type, abc.Callable):
-        return NOTHING
-    inner = tuple(_with_spec(parse(arg, namespace), namespace) for arg in args)
-    together = merge(inner)
-    if together is NOTHING:
-        return NOTHING
-    parsed = Hint(text=str(hint))
-    if origin.__module__ not in ("builtins", "collections", "collections.abc"):
-        # Only a generic class's own annotations show where its arguments apply.
-        return replace(parsed, generics=((origin, tuple(Reference(a, namespace) for a in args)),))
-    if origin is tuple and args[1:] != (...,):
-        return replace(parsed, elements=inner)
-    # The keys of a mapping are not leaves. The type of its values is the last argument.
-    values = -1 if issubclass(origin, abc.Mapping) else 0
-    return replace(parsed, element=inner[values])
+    elif isinstance(origin, type) and origin not in (type, abc.Callable):
+        hint.texts[text or str(what)] = None
+        _add_arguments(hint, origin, what, namespace)
+    elif namespace.spec is not None:
+        hint.around = namespace
 
 
-def _annotated(inner: Any, marks: Iterable[Any], namespace: Namespace) -> Hint:
-    """Return the hint of an `Annotated`, whose marks are axes, names, a spec, or a buffer mark."""
+def _add_named(hint: Hint, what: Any, namespace: Namespace, text: str) -> None:
+    """Add a quoted expression, or an alias (`type X = ...`)."""
+    written: str = getattr(what, "__forward_arg__", str(what))
+    text = text or written
+    hint.texts[text] = None
+    inside = namespace
+    try:
+        if isinstance(what, str | typing.ForwardRef):
+            found = namespace.find(written)
+        else:
+            # An alias is resolved in its own module, which may differ from the class's module. Its
+            # arguments are resolved in the class's module.
+            alias = typing.get_origin(what) or what
+            args = [Reference(arg, namespace) for arg in typing.get_args(what)]
+            values = dict(zip(alias.__type_params__, args, strict=False))
+            inside = replace(namespace, module=alias.__module__, owner=_no_class, values=values)
+            found = alias.__value__
+        _add(hint, found, inside, text)
+    except UNREADABLE as error:
+        if isinstance(error, NameError) and namespace.optional:
+            return
+        hint.error = str(error) or type(error).__name__
+        hint.unresolved = Reference(what, namespace)
+
+
+def _add_annotated(
+    hint: Hint, inner: Any, marks: Iterable[Any], namespace: Namespace, text: str
+) -> None:
+    """Add an `Annotated`, whose marks are axes, names, a spec, or a buffer mark."""
+    axes: Axes | None = None
     for mark in marks:
-        # A spec in an `Annotated` around this one wins.
+        # A spec, or names, in an `Annotated` around this one win.
         if isinstance(mark, PartitionSpec) and namespace.spec is None:
             namespace = replace(namespace, spec=mark)
-    hint = parse(inner, namespace)
-    for mark in marks:
-        if isinstance(mark, Names):
-            hint = replace(hint, names=mark)
-        elif mark is BUFFER:
-            hint = replace(hint, buffer=True)
+        elif isinstance(mark, Names):
+            hint.names = hint.names or mark
         elif isinstance(mark, Axes):
-            form = form_of_axes(mark)._replace(spec=namespace.spec)
-            hint = _at_any_depth(Hint(text=f'"{mark}"', forms=(form,)), hint)
-    return _with_spec(hint, namespace)
+            axes = mark
+        elif mark is BUFFER:
+            hint.buffer = True
+    if axes is None:
+        _add(hint, inner, namespace, text)
+    else:
+        hint.buffer |= parse(Reference(inner, namespace)).buffer
+        _add_at_any_depth(hint, axes, namespace, text)
 
 
-def _with_spec(hint: Hint, namespace: Namespace) -> Hint:
-    """Apply the spec around an annotation to arrays at any depth, if it annotates no arrays."""
-    if namespace.spec is None or hint.is_about_arrays or hint.references:
-        return hint
-    # `Annotated[eqx.nn.Linear, P("data")]`: arrays of any rank and dtype, at any depth.
-    form = array_form("...")._replace(spec=namespace.spec)
-    text = hint.text or f"Annotated[..., {namespace.spec}]"
-    return _at_any_depth(Hint(text=text, forms=(form,)), hint)
+def _add_at_any_depth(hint: Hint, what: Any, namespace: Namespace, text: str = "") -> None:
+    """Add what an expression specifies about the value itself, and about arrays below it."""
+    hint.parts.setdefault(..., []).append(Reference(what, namespace))
+    _add(hint, what, namespace, text)
 
 
-def _at_any_depth(leaf: Hint, hint: Hint) -> Hint:
-    """Return a hint for arrays at any depth, with the names and the mark of another hint."""
-    return replace(leaf, below=leaf, names=hint.names, buffer=hint.buffer)
+def _add_arguments(hint: Hint, origin: type, what: Any, namespace: Namespace) -> None:
+    """Add the arguments of a container, or of a generic class."""
+    args = typing.get_args(what)
+    if origin.__module__ not in ("builtins", "collections", "collections.abc"):
+        # Only a generic class's own annotations show where its arguments apply.
+        hint.generics.append(Reference(what, namespace))
+        return
+    arguments: dict[Hashable, Any] = dict(enumerate(args))
+    if origin is not tuple or args[1:] == (...,):
+        # The keys of a mapping are not leaves. The type of its values is the last argument.
+        arguments = {None: args[-1 if issubclass(origin, abc.Mapping) else 0]}
+    for key, argument in arguments.items():
+        hint.parts.setdefault(key, []).append(Reference(argument, namespace))
 
 
-_FIELDS: WeakKeyDictionary[type, Mapping[str, Hint]] = WeakKeyDictionary()
+_FIELDS: "WeakKeyDictionary[type, Hint]" = WeakKeyDictionary()
 
 
-def field_hints(cls: type, hint: Hint = NOTHING) -> Mapping[str, Hint]:
-    """Return the hint of each annotated field of a class, by name.
+def field_hints(cls: type, hint: Hint = NOTHING) -> Hint:
+    """Return the hints of a class's annotated fields, as the parts of one hint.
 
     Args:
-        cls: a class. It is read only once if `hint` gives no values to its type parameters. An
-            unresolved name is looked up again when a leaf needs it.
+        cls: a class. It is read only once if `hint` gives no values to its type parameters.
         hint: the annotation of an instance. It may give values to the type parameters of the class
             or of a base class: `Box[X]`.
     """
+    known: MutableMapping[Any, Hint] = hint.parsed if hint.generics or hint.error else _FIELDS
+    fields = known.get(cls)
+    if fields is None:
+        fields = known[cls] = _read(cls, hint)
+    return fields
+
+
+def _read(cls: type, hint: Hint) -> Hint:
+    """Read the annotations of a class and its bases."""
+    # The values of the type parameters of these classes. A parameter that a subclass passes to its
+    # base (`class Sub(Box[U])`) has no value from an annotation `Box[X]`.
     values: dict[type, dict[TypeVar, Reference]] = {}
     # If the annotation cannot be resolved, the values are unknown, too. Each leaf that depends on
     # them then reports the annotation.
-    if hint.references:
-        values[cls] = dict.fromkeys(_parameters(cls), hint.references[0])
-    for origin, args in hint.generics:
+    if hint.unresolved is not None:
+        values[cls] = dict.fromkeys(_parameters(cls), hint.unresolved)
+    for generic, namespace in hint.generics:
+        args = [Reference(arg, namespace) for arg in typing.get_args(generic)]
+        origin: Any = typing.get_origin(generic)
         values[origin] = dict(zip(_parameters(origin), args, strict=False))
-    if any(values.values()):
-        return _read(cls, values)
-    hints = _FIELDS.get(cls)
-    if hints is None:
-        hints = _FIELDS[cls] = _read(cls, values)
-    return hints
-
-
-def _read(cls: type, values: dict[type, dict[TypeVar, Reference]]) -> Mapping[str, Hint]:
-    """Read the annotations of a class and its bases.
-
-    Args:
-        cls: the class.
-        values: the values of the type parameters of these classes, as far as an annotation of an
-            instance gives them. A parameter that a subclass passes to its base
-            (`class Sub(Box[U])`) has no value from an annotation `Box[X]`.
-    """
-    classes = cls.__mro__[:-1]  # `object`, the last class, has no annotations
-    for owner in classes:
-        namespace = _namespace(owner, values.get(owner, {}))
+    fields = Hint()
+    # Subclasses come first, so that a subclass's annotation of the same field wins. `object`, the
+    # last class, has no annotations.
+    for owner in cls.__mro__[:-1]:
+        # Each annotation is read in the module of the class that contains it.
+        namespace = Namespace(owner.__module__, ref(owner), values.get(owner, {}))
+        for name, annotation in inspect.get_annotations(owner).items():
+            fields.parts.setdefault(name, [Reference(annotation, namespace)])
         # A class may give values to a base's parameters, as in `class B(A[Float[Array, "p q"]])`.
         for base in vars(owner).get("__orig_bases__", ()):
-            origin: Any = typing.get_origin(base)
+            origin = typing.get_origin(base)
             for parameter, argument in zip(
                 _parameters(origin), typing.get_args(base), strict=False
             ):
                 # The annotation may give values that the class leaves open.
-                if parse(argument, namespace) is not NOTHING:
+                used = (argument,) if isinstance(argument, TypeVar) else _parameters(argument)
+                if all(variable in namespace.values for variable in used):
                     value = Reference(argument, namespace)
                     values.setdefault(origin, {})[parameter] = value
-    hints: dict[str, Hint] = {}
-    # Base classes come first, so that a subclass's annotation of the same field wins. Each
-    # annotation is read in the module of the class that contains it.
-    for owner in reversed(classes):
-        namespace = _namespace(owner, values.get(owner, {}))
-        for name, annotation in inspect.get_annotations(owner).items():
-            hint = parse(annotation, namespace).tried()
-            hints.pop(name, None)
-            if hint is not NOTHING:
-                hints[name] = hint
-    return hints
-
-
-def _namespace(cls: type, values: Values) -> Namespace:
-    """Return the names that a class's annotations may use.
-
-    These are the class's own name, and the names in its module and its body.
-    """
-    # Python keeps the parameters of `class Box[T]` only in `__type_params__`.
-    parameters = {p.__name__: p for p in getattr(cls, "__type_params__", ())}
-    return Namespace(cls.__module__, {**vars(cls), **parameters, cls.__name__: cls}, values)
+    return fields
 
 
 def _parameters(cls: Any) -> tuple[TypeVar, ...]:

@@ -9,13 +9,7 @@ from typing import Any, NamedTuple
 from jax.sharding import PartitionSpec
 
 from functree.errors import Problem, count
-from functree.labels.annotations.hints import (
-    UNREADABLE,
-    ArrayForm,
-    Hint,
-    dtype_fits,
-    form_of_axes,
-)
+from functree.labels.annotations.hints import ArrayForm, Hint, dtype_fits, form_of_axes
 from functree.labels.leaf import array_problem
 from functree.tree.arrays import AnyArray
 from functree.tree.axes import Axes, OpenAxes
@@ -102,8 +96,12 @@ def _read(
         # Names from outside replace the annotation's names, but not its dtypes and specs.
         fitting = [form._replace(dtype=f.dtype, spec=f.spec) for f in fitting] or [form]
         return _chosen(value, hint, fitting, stack)
-    if hint.references:
-        return _unresolved(hint)
+    if hint.error:
+        return (
+            f"its annotation `{hint.text}` cannot be resolved: {hint.error}",
+            "write an annotation that Python can evaluate: define or import its names in the "
+            "class's module, not in a function or under `TYPE_CHECKING`",
+        )
     if not hint.forms:
         # A stack of scalars has only the axes of the stack, so all its axes are named.
         return LeafAxes(_unknown(value, stack), bool(stack) and len(value.shape) == len(stack))
@@ -200,19 +198,4 @@ def _wrong_rank(value: AnyArray, hint: str, stack: tuple[str, ...], ranks: Seque
             f"{STACK}; otherwise {remedy}, or name its dimensions in the layout "
             "(`names={cls: ft.names(...)}`)"
         )
-    return why, remedy
-
-
-def _unresolved(hint: Hint) -> Fault:
-    # Resolve the annotation again, to get the text of Python's error.
-    try:
-        _ = hint.settled
-        error = "the name was not defined when the tree was read, but it is defined now"
-    except UNREADABLE as raised:
-        error = str(raised) or type(raised).__name__
-    why = f"its annotation `{hint.text}` cannot be resolved: {error}"
-    remedy = (
-        "write an annotation that Python can evaluate: define or import its names in the class's "
-        "module, not in a function or under `TYPE_CHECKING`"
-    )
     return why, remedy
