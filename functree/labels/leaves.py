@@ -9,6 +9,7 @@ packed.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,7 +37,7 @@ from functree.labels.annotations.given_names import (
     unmatched,
 )
 from functree.labels.annotations.hints import NOTHING, Hint, field_hints
-from functree.labels.annotations.leaf_axes import Memory, leaf_axes, state_axes
+from functree.labels.annotations.leaf_axes import LeafAxes, leaf_axes, misfit
 from functree.labels.leaf import Leaf, unheld_problem
 from functree.tree.arrays import AnyArray, Tree, is_array, is_unheld_number
 from functree.tree.axes import Axes, Names
@@ -231,7 +232,9 @@ class _Walk:
         self.problems: list[Problem] = []
         self.unheld: list[Problem] = []  # arrays that JAX does not support
         self.kinds: dict[type, Kind] = {}
-        self.memory: Memory = {}
+        # The layers of a model share annotations, shapes and dtypes, so the axes are computed once
+        # for each combination.
+        self.leaf_axes = cache(leaf_axes)
         self.used: set[type] = set()  # the classes in `names` whose axes apply to a leaf
         self.training: dict[Path, TrainingState] = {}
         # Fields whose annotation contains `ft.names`.
@@ -309,7 +312,9 @@ class _Walk:
             given = (*given, pending)
             stack = (*stack, *pending.names.stack)
         outside = given_axes(place, given) if given else None
-        axes = leaf_axes(self.memory, value, place, hint, outside, stack)
+        axes = self.leaf_axes(value.shape, value.dtype, hint, outside, stack)
+        if not isinstance(axes, LeafAxes):
+            axes = misfit(value, place, stack, axes)
         self.leaves.append(Leaf(place, value, *axes, within, place, (), len(stack), buffer))
 
     def _node(self, node: Tree, kind: Kind, path: Keys, hint: Hint, context: Context) -> None:
@@ -353,7 +358,11 @@ class _Walk:
             # The values of one layer of a stack lack the stack's leading dimensions.
             unstacked = min(max(len(entry.axes) - len(child.shape), 0), entry.stacked)
             declared, stacked = Axes(*entry.axes[unstacked:]), entry.stacked - unstacked
-            axes = state_axes(child, place, declared)
+            axes = self.leaf_axes(child.shape, child.dtype, NOTHING, declared, ())
+            if not isinstance(axes, LeafAxes):
+                axes = misfit(child, place, (), axes)
+            elif declared and not any(declared):
+                axes = axes._replace(annotated=False, unnamed=())
             self.leaves.append(Leaf(place, child, *axes, within, place, (), stacked))
 
 

@@ -5,7 +5,6 @@ it."""
 
 import sys
 import typing
-import weakref
 from typing import (
     Annotated,
     Any,
@@ -26,8 +25,7 @@ from jaxtyping import Array, Float, Int, Key, PRNGKeyArray, PyTree, Scalar, Shap
 
 import functree as ft
 from functree.errors import AxesError
-from functree.labels.annotations.hints import Namespace, Reference, array_form, parse
-from functree.labels.annotations.leaf_axes import Memory, leaf_axes
+from functree.labels.annotations.hints import Namespace, array_form
 from functree.labels.leaves import read
 from functree.tree.axes import Axes
 from tests.labels import quoted_annotations as quoted
@@ -372,14 +370,9 @@ def test_type_aliases() -> None:
             told(namespace["Self"], [x(2)])
 
 
-def test_what_is_remembered_of_a_hint_keeps_it() -> None:
+def test_what_is_remembered_of_a_hint_is_for_this_hint() -> None:
     """Hints made for one place of a tree live shortly: another must not be taken for them, at the
     same address."""
-    memory, hint = Memory(), parse(Reference(Float[Array, "a b"], Namespace(__name__)))
-    assert leaf_axes(memory, x(2, 3), ft.Path(), hint, None, ()).axes == Axes("a", "b")
-    alive = weakref.ref(hint)
-    del hint
-    assert alive() is not None
     trees = [
         hold(Loose[h], Loose(x(2, 2))) for h in (Float[Array, "a b"], Float[Array, "c d"])
     ] * 100
@@ -389,10 +382,9 @@ def test_what_is_remembered_of_a_hint_keeps_it() -> None:
 def test_what_is_remembered_of_a_hint_is_for_one_stack() -> None:
     """One layer alone and one in a stack may have the same annotation, shape and dtype, and other
     axes."""
-    memory, hint = Memory(), parse(Reference(Float[Array, "*dims"], Namespace(__name__)))
-    assert leaf_axes(memory, x(2), ft.Path(), hint, None, ()).axes == Axes("dims")
-    assert leaf_axes(memory, x(2), ft.Path(), hint, None, ("layers",)).axes == Axes("layers")
-    assert leaf_axes(memory, x(2), ft.Path(), hint, None, ("stages",)).axes == Axes("stages")
+    alone = hold(Float[Array, "*dims"], x(2))
+    tree = [alone, ft.Stacked(alone), ft.Stacked(alone, "stages")]
+    assert [leaf.axes for leaf in read(tree).leaves] == [("dims",), ("layers",), ("stages",)]
 
 
 # Dimension strings

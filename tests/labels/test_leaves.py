@@ -302,7 +302,8 @@ OF_STACK = "after the axes `layers` of its stack"
 MORE = (
     "if the array holds several layers (made with `vmap` or `scan`), wrap their module in `ft.Stacked` or create it with "
     "`ft.stack`, or name the axis of the stack for the module's class (`names={cls: ft.names(\"layers\")}`); otherwise "
-    "change the annotation or the array, or name its dimensions in the layout (`names={cls: ft.names(...)}`)"
+    "change the annotation or the array (or the axes of its `StateRef`), name its dimensions in the layout "
+    "(`names={cls: ft.names(...)}`), or lay it out with a spec (`P(...)`)"
 )  # fmt: skip
 TIE = "give the alternatives different ranks or dtypes, or name the axes with `Annotated[Array, ft.Axes(...)]`"
 
@@ -388,9 +389,9 @@ def test_state_of_another_rank_than_its_refs() -> None:
     named = states(ft.StateRef(jnp.ones(4), "embed"), ft.StateRef(jnp.ones(4)), ft.StateRef(0.0))
     found = read({"s": named}).leaves
     assert [leaf.misfit.why for leaf in found if leaf.misfit] == [
-        'has 2 dimensions, but its `StateRef` declares 1 ("embed")',
-        'has 2 dimensions, but its `StateRef` declares 1 ("_")',
-        'has 1 dimension, but its `StateRef` declares 0 ("")',
+        'has 2 dimensions, but `"embed"` has 1',
+        'has 2 dimensions, but `"_"` has 1',
+        'has 1 dimension, but `""` has 0',
     ]
     assert [leaf.axes for leaf in found] == [(None, None), (None, None), (None,)]
     said = "if the array holds several layers"

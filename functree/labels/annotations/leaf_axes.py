@@ -4,14 +4,14 @@ An array and its annotation ─► its axes, or the reason why they cannot be de
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
 
 from functree.errors import Problem, count
 from functree.labels.annotations.hints import ArrayForm, Hint, dtype_fits, form_of_axes
 from functree.labels.leaf import array_problem
-from functree.tree.arrays import AnyArray
+from functree.tree.arrays import AnyArray, DType
 from functree.tree.axes import Axes, OpenAxes
 from functree.tree.paths import Path
 
@@ -30,72 +30,32 @@ class LeafAxes(NamedTuple):
 Fault = tuple[str, str]
 """The reason why an annotation does not apply, and the remedy."""
 
-# The layers of a model share annotations, shapes and dtypes, so the axes are computed once for each
-# combination. Each walk over a tree has its own memory.
-Memory = dict[tuple[Any, ...], LeafAxes]
+Shape = tuple[int, ...]
+
+
+def misfit(value: AnyArray, path: Path, stack: tuple[str, ...], fault: Fault) -> LeafAxes:
+    """Return the axes of an array whose annotation does not apply."""
+    axes = _unknown(value.shape, stack)
+    return LeafAxes(axes, True, misfit=array_problem(path, value, *fault))
 
 
 def leaf_axes(
-    memory: Memory,
-    value: AnyArray,
-    path: Path,
-    hint: Hint,
-    given: Axes | OpenAxes | None,
-    stack: tuple[str, ...],
-) -> LeafAxes:
-    """Return the axes of an array.
+    shape: Shape, dtype: DType, hint: Hint, given: Axes | OpenAxes | None, stack: tuple[str, ...]
+) -> LeafAxes | Fault:
+    """Return the axes of an array, or the reason why its annotation does not apply.
 
     The axes of its stacks come first, followed by its other axes. The other axes are `given`, or
     come from its annotation.
     """
-    key = (hint, value.shape, value.dtype, given, stack)
-    known = memory.get(key)
-    if known is not None:
-        return known
-    axes = _read(value, hint, given, stack)
-    if isinstance(axes, LeafAxes):
-        memory[key] = axes
-        return axes
-    # A misfit contains the path of the leaf, so it cannot be reused for other leaves.
-    return _misfit(value, path, stack, axes)
-
-
-def state_axes(value: AnyArray, path: Path, declared: Axes) -> LeafAxes:
-    """Return the axes of a piece of state, as its `StateRef` declares them.
-
-    The result has a `misfit` if the value has a different rank.
-    """
-    have = len(value.shape)
-    if have == len(declared):
-        # A scalar has no axes to name.
-        return LeafAxes(declared, annotated=any(declared) or not declared)
-    why = (
-        f"has {count(have, 'dimension')}, but its `StateRef` declares {len(declared)} "
-        f'("{declared}")'
-    )
-    remedy = (
-        f"{STACK}; otherwise lay the state out with a spec (`P(...)`), or declare all dimensions "
-        "in the `StateRef`"
-    )
-    return _misfit(value, path, (), (why, remedy))
-
-
-def _misfit(value: AnyArray, path: Path, stack: tuple[str, ...], fault: Fault) -> LeafAxes:
-    return LeafAxes(_unknown(value, stack), True, misfit=array_problem(path, value, *fault))
-
-
-def _read(
-    value: AnyArray, hint: Hint, given: Axes | OpenAxes | None, stack: tuple[str, ...]
-) -> LeafAxes | Fault:
-    ndim = len(value.shape) - len(stack)
+    ndim = len(shape) - len(stack)
     fitting = [form for form in hint.forms if form.fits(ndim)]
     if given is not None:
         form = form_of_axes(given)
         if not form.fits(ndim):
-            return _wrong_rank(value, f'"{given}"', stack, [len(form.dims)])
+            return _wrong_rank(shape, f'"{given}"', stack, [len(form.dims)])
         # Names from outside replace the annotation's names, but not its dtypes and specs.
         fitting = [form._replace(dtype=f.dtype, spec=f.spec) for f in fitting] or [form]
-        return _chosen(value, hint, fitting, stack)
+        return _chosen(shape, dtype, hint, fitting, stack)
     if hint.error:
         return (
             f"its annotation `{hint.text}` cannot be resolved: {hint.error}",
@@ -104,27 +64,27 @@ def _read(
         )
     if not hint.forms:
         # A stack of scalars has only the axes of the stack, so all its axes are named.
-        return LeafAxes(_unknown(value, stack), bool(stack) and len(value.shape) == len(stack))
+        return LeafAxes(_unknown(shape, stack), bool(stack) and ndim == 0)
     for form in hint.forms:
         if form.wrong:
             remedy = "write only axis names in the annotation, and choose mesh axes with rules"
             return f"{form.wrong}: `{hint.text}`", remedy
     if not fitting:
         ranks = sorted({len(form.dims) for form in hint.forms})
-        return _wrong_rank(value, hint.text, stack, ranks)
-    return _chosen(value, hint, fitting, stack)
+        return _wrong_rank(shape, hint.text, stack, ranks)
+    return _chosen(shape, dtype, hint, fitting, stack)
 
 
 def _chosen(
-    value: AnyArray, hint: Hint, fitting: Sequence[ArrayForm], stack: tuple[str, ...]
+    shape: Shape, dtype: DType, hint: Hint, fitting: Sequence[ArrayForm], stack: tuple[str, ...]
 ) -> LeafAxes | Fault:
     """Choose among the alternatives with the right rank, by dtype if their axes or specs differ."""
-    options = _different(fitting, value, stack)
+    options = _different(fitting, shape, stack)
     if len(options) > 1:
         # Dtypes are compared only here, since a single alternative names the axes of an array of
         # any dtype, such as the int8 weights of a quantized model.
-        of_dtype = [form for form in fitting if dtype_fits(form.dtype, value.dtype)]
-        options = _different(of_dtype, value, stack) or options
+        of_dtype = [form for form in fitting if dtype_fits(form.dtype, dtype)]
+        options = _different(of_dtype, shape, stack) or options
     if len(options) == 1:
         return options[0]._replace(forms=tuple(fitting))
     texts = " or ".join(f'"{option.axes}"' for option in options)
@@ -136,26 +96,24 @@ def _chosen(
     return why, remedy
 
 
-def _different(
-    forms: Sequence[ArrayForm], value: AnyArray, stack: tuple[str, ...]
-) -> list[LeafAxes]:
+def _different(forms: Sequence[ArrayForm], shape: Shape, stack: tuple[str, ...]) -> list[LeafAxes]:
     """Return the distinct axes and specs that some alternatives give to an array.
 
     `Float[Array, "a"] | Int[Array, "a"]` is not ambiguous.
     """
     different: dict[tuple[Axes, PartitionSpec | None], LeafAxes] = {}
     for form in forms:
-        option = _by_form(form, value, stack)
+        option = _by_form(form, shape, stack)
         different[option.axes, option.spec] = option
     return list(different.values())
 
 
-def _by_form(form: ArrayForm, value: AnyArray, stack: tuple[str, ...]) -> LeafAxes:
+def _by_form(form: ArrayForm, shape: Shape, stack: tuple[str, ...]) -> LeafAxes:
     """Return the axes that one alternative of an annotation gives to an array."""
     names: list[str | None] = list(stack)
     unnamed = [""] * len(stack)
-    dims = form.dims_for(len(value.shape) - len(stack))
-    for dim, size in zip(dims, value.shape[len(stack) :], strict=True):
+    dims = form.dims_for(len(shape) - len(stack))
+    for dim, size in zip(dims, shape[len(stack) :], strict=True):
         # A broadcast dimension (`#b` with size 1) cannot be sharded, so it has no name here.
         name = None if dim.broadcast and size == 1 else dim.name
         names.append(name)
@@ -169,9 +127,9 @@ def _by_form(form: ArrayForm, value: AnyArray, stack: tuple[str, ...]) -> LeafAx
     return LeafAxes(Axes(*names), True, tuple(unnamed), spec)
 
 
-def _unknown(value: AnyArray, stack: tuple[str, ...]) -> Axes:
+def _unknown(shape: Shape, stack: tuple[str, ...]) -> Axes:
     """Return the axes of an array if only the axes of its stacks are known."""
-    ndim = len(value.shape)
+    ndim = len(shape)
     # The axes are truncated, since a misfit may have fewer dimensions than its stacks.
     return Axes(*(*stack, *[None] * ndim)[:ndim])
 
@@ -186,8 +144,8 @@ STACK = (
 )
 
 
-def _wrong_rank(value: AnyArray, hint: str, stack: tuple[str, ...], ranks: Sequence[int]) -> Fault:
-    have = len(value.shape)
+def _wrong_rank(shape: Shape, hint: str, stack: tuple[str, ...], ranks: Sequence[int]) -> Fault:
+    have = len(shape)
     after = ""
     if stack:
         after = f" after the axes `{' '.join(stack)}` of its stack"
@@ -195,7 +153,7 @@ def _wrong_rank(value: AnyArray, hint: str, stack: tuple[str, ...], ranks: Seque
     remedy = "change the annotation or the array"
     if have > max(ranks) + len(stack):
         remedy = (
-            f"{STACK}; otherwise {remedy}, or name its dimensions in the layout "
-            "(`names={cls: ft.names(...)}`)"
+            f"{STACK}; otherwise {remedy} (or the axes of its `StateRef`), name its dimensions in "
+            "the layout (`names={cls: ft.names(...)}`), or lay it out with a spec (`P(...)`)"
         )
     return why, remedy
