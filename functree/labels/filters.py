@@ -343,12 +343,6 @@ def atoms(item: Filter) -> Iterator[Filter]:
         yield from atoms(part)
 
 
-def negated_patterns(item: Filter) -> Iterator[Filter]:
-    """Yield the patterns under a negation in a filter."""
-    for part in item.parts:
-        yield from patterns(part) if isinstance(item, Negation) else negated_patterns(part)
-
-
 def first_name(pattern: Filter) -> Path:
     """Return the first key of a glob as a path; for other filters, an empty path."""
     return first_key(pattern.pattern) if isinstance(pattern, Glob) else Path()

@@ -29,11 +29,11 @@ from functree.errors import (
 from functree.labels.annotations.given_names import (
     OWN_STATE,
     GivenNames,
-    Giver,
     equinox_names,
     given_at,
     given_axes,
     invalid_names,
+    names_of_field,
     unmatched,
 )
 from functree.labels.annotations.hints import NOTHING, Hint, field_hints
@@ -298,7 +298,7 @@ class _Walk:
         if hint.buffer:
             context = context._replace(buffer=True)
         if hint.names is not None and kind is not NONE:
-            given = GivenNames(hint.names, len(path), Giver.FIELD)
+            given = names_of_field(hint.names, len(path))
             self.fields.append((node, path, given))
             context = context._replace(pending=given)
         return context
@@ -377,11 +377,8 @@ def _sorted_keys(node: Mapping[Any, Any], path: Keys) -> Iterable[Any]:
     try:
         return sorted(node)
     except TypeError as error:
-        kinds = ", ".join(sorted({type(key).__name__ for key in node}))
-        why = f"its keys ({kinds}) cannot be sorted, but JAX sorts the keys of a dict"
-        problem = Problem(
-            Path(path), None, "dict", why, "use keys of one type, or an `OrderedDict`"
-        )
+        remedy = "use keys of one type, or an `OrderedDict`"
+        problem = Problem(Path(path), None, "dict", f"JAX sorts its keys: {error}", remedy)
         raise FunctreeTypeError("a dict cannot be flattened", [problem]) from error
 
 

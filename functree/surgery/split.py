@@ -18,7 +18,7 @@ from functree.labels.filters import (
     FirstMatch,
     as_filter,
     naming,
-    negated_patterns,
+    patterns,
 )
 from functree.labels.leaves import Leaves, read
 from functree.tree.arrays import AnyArray, Tree
@@ -47,9 +47,9 @@ def split(tree: _T, *filters: FilterLike) -> tuple[Skeleton, *tuple[_T, ...]]:
         RuleError: if an argument is not a filter.
         FunctreeError: if some arrays match no filter. The error lists these arrays.
         FunctreeError: if some static values cannot be hashed. The error lists these values.
-        FunctreeError: if a filter with patterns or classes matches no array. A filter by a
-            property, such as `ft.has_axis`, may match no array.
-        FunctreeError: if a pattern after `~` excludes no array.
+        FunctreeError: if a pattern matches no array.
+        FunctreeError: if a filter with classes matches no array. A filter by a property, such as
+            `ft.has_axis`, may match no array.
 
     Examples:
         >>> layer = eqx.nn.Linear(2, 3, key=jax.random.key(0))
@@ -91,18 +91,17 @@ def split(tree: _T, *filters: FilterLike) -> tuple[Skeleton, *tuple[_T, ...]]:
 
 
 def _check_named(filters: Sequence[Filter], leaves: Leaves) -> None:
-    """Refuse patterns and classes that match no array. A property may match none.
+    """Check that patterns and classes match arrays. A property may match none.
 
     Raises:
-        FunctreeError: if a filter matches nothing because of a pattern or a class, or excludes
-            nothing because of a pattern after `~`.
+        FunctreeError: if a pattern matches no array, or if a filter matches none because of a
+            class.
     """
     unmatched: list[Filter] = []
     for item in filters:
-        # If a filter matches nothing, all its patterns and classes are checked. Otherwise, only its
-        # negated patterns are.
+        # A class in a filter that matches an array may match nothing, as in `~ft.under(Frozen)`.
         nothing = not any(map(item, leaves.leaves))
-        for part in naming(item) if nothing else negated_patterns(item):
+        for part in naming(item) if nothing else patterns(item):
             if not any(map(part, leaves.leaves)):
                 unmatched.append(part)
     if unmatched:
@@ -138,49 +137,35 @@ def merge(static: Skeleton, *parts: _T) -> _T:
         raise FunctreeTypeError(
             f"merge: `static` has type {type(static).__name__}: pass the first result of `ft.split`"
         )
-    columns = [_arrays_of(static, part, index) for index, part in enumerate(parts)]
-    values, problems = [], []
-    for i, path in enumerate(static.paths):
-        arrays = [column[i] for column in columns if column[i] is not None]
-        if len(arrays) == 1:
-            values.append(arrays[0])
-            continue
-        why = f"is in {len(arrays)} parts" if arrays else "is in no part"
-        problems.append(Problem(path, None, "", why, "pass each array in exactly one part"))
+    # Leaves that are not arrays become None.
+    places, structure = tree_flatten(static.spread(range(len(static))), is_leaf=_is_none)
+    arrays: list[list[Tree]] = [[] for _ in static.paths]
+    problems: list[Problem] = []
+    for index, part in enumerate(parts):
+        if not equal(tree_structure(part, is_leaf=_is_none), structure):
+            have = tree_structure(part).num_leaves
+            raise FunctreeValueError(
+                f"merge: part {index}, of type {type(part).__name__} with {count(have, 'leaf')}, "
+                "does not have the structure of the tree that was split: keep the structure, with "
+                "None for leaves that are not in this part"
+            )
+        for place, (path, value) in zip(places, leaves_of(part, _is_none), strict=True):
+            if value is None:
+                continue
+            if place is not None:
+                arrays[place].append(value)
+                continue
+            why = "is not the path of an array in the tree that was split"
+            problems.append(Problem(path, None, "", why, "replace the leaf with None"))
+    for path, values in zip(static.paths, arrays, strict=True):
+        if len(values) != 1:
+            why = f"is in {count(len(values), 'part')}"
+            problems.append(Problem(path, None, "", why, "pass each array in exactly one part"))
     if problems:
         raise FunctreeValueError(
             f"merge: {count(len(problems), 'leaf')} cannot be merged", problems
         )
-    return static.fill(values)
-
-
-def _arrays_of(static: Skeleton, part: Tree, index: int) -> list[Tree]:
-    """Return a part's value for each array of the tree that was split, or None.
-
-    Raises:
-        FunctreeError: if the part has a different structure, or a leaf where the tree has no array.
-    """
-    places = static.spread(range(len(static)))
-    expected, structure = tree_flatten(places, is_leaf=_is_none)
-    if not equal(tree_structure(part, is_leaf=_is_none), structure):
-        have = tree_structure(part).num_leaves
-        raise FunctreeValueError(
-            f"merge: part {index}, of type {type(part).__name__} with {count(have, 'leaf')}, does "
-            "not have the structure of the tree that was split: keep the structure, with None for "
-            "leaves that are not in this part"
-        )
-    values: list[Tree] = []
-    problems: list[Problem] = []
-    for place, (path, value) in zip(expected, leaves_of(part, _is_none), strict=True):
-        if place is not None:
-            values.append(value)
-        elif value is not None:
-            why = "is not the path of an array in the tree that was split"
-            problems.append(Problem(path, None, "", why, "replace the leaf with None"))
-    if problems:
-        headline = f"merge: part {index} has {count(len(problems), 'leaf')} too many"
-        raise FunctreeValueError(headline, problems)
-    return values
+    return static.fill(value for (value,) in arrays)
 
 
 def _is_none(x: object) -> bool:

@@ -5,7 +5,7 @@ A field's `ft.names`, a layout's `names=` or a module's `__axis_names__` ─► 
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import IntEnum
+from operator import attrgetter
 from types import MappingProxyType
 
 import equinox as eqx
@@ -21,14 +21,6 @@ from functree.tree.paths import Keys, Path, tokens
 from functree.tree.skeleton.kinds import LEAVES
 
 
-class Giver(IntEnum):
-    """The source of names. If several sources name a leaf, the first in this order decides."""
-
-    FIELD = 0
-    LAYOUT = 1
-    MODULE = 2
-
-
 @dataclass(eq=False)
 class GivenNames:
     """Names from `ft.names` for the leaves below one node of a tree.
@@ -36,7 +28,7 @@ class GivenNames:
     Attributes:
         names: the patterns and their axes.
         depth: the length of the node's path. Patterns match the rest of a leaf's path.
-        giver: the source of the names.
+        order: the position among several sources that name a leaf, the first of which decides.
         cls: the class to which a layout's `names=` gives these names; None for other sources.
         used: the patterns that have matched a leaf.
         by_leaf: whether a field's names apply to an array that no module below the field contains.
@@ -45,11 +37,16 @@ class GivenNames:
 
     names: Names
     depth: int
-    giver: Giver
+    order: tuple[int, int]
     cls: type | None = None
     used: set[str] = field(default_factory=set)
     by_leaf: bool = False
     by_module: bool = False
+
+
+def names_of_field(given: Names, depth: int) -> GivenNames:
+    """Return the names in a field's annotation, of which the innermost decide."""
+    return GivenNames(given, depth, (0, -depth))
 
 
 def invalid_names(names: object) -> str | None:
@@ -67,6 +64,10 @@ def given_at(
 ) -> tuple[GivenNames, ...]:
     """Return the names that a module's field, layout and class give to the leaves below it.
 
+    A field's names take precedence over a layout's names, which take precedence over a module's
+    names. Among the classes in a layout's `names=`, the outermost wins, since its names describe
+    the roles of the layers in that class. Among fields, and among modules, the innermost names win.
+
     Args:
         node: the module.
         depth: the length of its path.
@@ -79,39 +80,28 @@ def given_at(
         pending.by_module = True
         # This module gets its own copy, because a field such as `list[Linear]` holds several
         # modules, and the used patterns are recorded for each module.
-        sources.append(GivenNames(pending.names, depth, Giver.FIELD))
+        sources.append(names_of_field(pending.names, depth))
     if names:
         # Subclasses inherit a class's names. The nearest class in the MRO wins.
         for cls in type(node).__mro__:
             if cls in names:
-                sources.append(GivenNames(names[cls], depth, Giver.LAYOUT, cls))
+                sources.append(GivenNames(names[cls], depth, (1, depth), cls))
                 break
     names_of_class = own_names(node)
     if names_of_class is not None:
-        sources.append(GivenNames(names_of_class, depth, Giver.MODULE))
+        sources.append(GivenNames(names_of_class, depth, (2, -depth)))
     return tuple(sources)
 
 
 def given_axes(path: Path, several: Iterable[GivenNames]) -> Axes | OpenAxes | None:
-    """Return the axes that names from several sources give to a leaf, or None.
-
-    A field's names take precedence over a layout's names, which take precedence over a module's
-    names. Among the classes in a layout's `names=`, the outermost wins, since its names describe
-    the roles of the layers in that class. Among fields, and among modules, the innermost names win.
-    """
-    for given in sorted(several, key=_precedence):
+    """Return the axes that names from several sources give to a leaf, or None."""
+    for given in sorted(several, key=attrgetter("order")):
         text = match_text(Path(path[given.depth :]))
         for pattern, axes in given.names:
             if glob_pattern(pattern).fullmatch(text):
                 given.used.add(pattern)
                 return axes
     return None
-
-
-def _precedence(given: GivenNames) -> tuple[Giver, int]:
-    if given.giver is Giver.LAYOUT:
-        return given.giver, given.depth
-    return given.giver, -given.depth
 
 
 def unmatched(node: Tree, path: Keys, several: Iterable[GivenNames]) -> list[Problem]:
