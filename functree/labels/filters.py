@@ -14,8 +14,9 @@ from functools import lru_cache
 from typing import Any
 
 from functree.argument_checks import check_callback, shown
-from functree.errors import USERS_ERRORS, RuleError, error_text
+from functree.errors import USERS_ERRORS, Problem, RuleError, error_text
 from functree.labels.leaf import Leaf
+from functree.tree.arrays import Tree, value_text
 from functree.tree.globs import glob_pattern, literal_text, match_text, meant_glob
 from functree.tree.paths import Path, tokens
 
@@ -294,19 +295,31 @@ class FunctionFilter(Filter):
     function: Callable[[Path, Any], Any]
 
     def __call__(self, leaf: Leaf, /) -> bool:
-        if leaf.seen is None:
-            return False
-        try:
-            return bool(self.function(leaf.seen, leaf.value))
-        except USERS_ERRORS as error:
-            # The function's own error names neither the leaf nor the filter.
-            why = f"{self!r} raised {error_text(error)}"
-            remedy = "write a function that takes a leaf's path and array, and returns a bool"
-            problem = leaf.problem(why, f"{remedy}: `lambda path, leaf: ...`")
-            raise RuleError(f"the filter function {self!r} failed", [problem]) from error
+        return leaf.seen is not None and call_filter(self.function, leaf.seen, leaf.value)
 
     def __repr__(self) -> str:
-        return getattr(self.function, "__qualname__", repr(self.function))
+        return _name(self.function)
+
+
+def call_filter(function: Callable[[Path, Any], object], path: Path, value: Tree) -> bool:
+    """Call a filter function with the path of an array or a node, and the array or node itself.
+
+    Raises:
+        RuleError: if the function raises an error. Its own error does not name the path.
+    """
+    try:
+        return bool(function(path, value))
+    except USERS_ERRORS as error:
+        name = _name(function)
+        remedy = "write a function of a path and the value at this path, which returns a bool: "
+        remedy += "`lambda path, value: ...`"
+        why = f"{name} raised {error_text(error)}"
+        problem = Problem(path, getattr(value, "shape", None), value_text(value), why, remedy)
+        raise RuleError(f"the filter function {name} failed", [problem]) from error
+
+
+def _name(function: Callable[..., object]) -> str:
+    return getattr(function, "__qualname__", repr(function))
 
 
 @dataclass(frozen=True, repr=False)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from copy import copy
+from functools import partial
 from typing import Any, Generic, Literal, TypeVar, get_origin, overload
 
 import equinox as eqx
@@ -9,7 +10,6 @@ import jax
 
 from functree.argument_checks import EXTENT, FLAG, FUNCTION, ITERABLE, check, check_callback, shown
 from functree.errors import (
-    USERS_ERRORS,
     FunctreeError,
     FunctreeTypeError,
     FunctreeValueError,
@@ -17,13 +17,12 @@ from functree.errors import (
     RuleError,
     count,
     did_you_mean,
-    error_text,
     listed,
 )
-from functree.labels.filters import Filter, as_filter
+from functree.labels.filters import Filter, as_filter, call_filter
 from functree.labels.leaves import read
 from functree.tree.arrays import Tree, value_text
-from functree.tree.nodes import children, leaves_of, nodes_at, outermost, walk, with_nodes
+from functree.tree.nodes import children, leaves_of, nodes_at, walk, with_nodes
 from functree.tree.paths import Key, Keys, Path, first_beginning
 
 T = TypeVar("T")
@@ -44,12 +43,13 @@ class Selection(Generic[T]):
         0.0
     """
 
-    __slots__ = ("_found_by", "_paths", "_tree")
+    __slots__ = ("_found", "_paths", "_tree")
 
-    def __init__(self, tree: T, paths: Sequence[Path], found_by: "_FoundBy | None" = None):
+    def __init__(self, tree: T, paths: Sequence[Path], found: Sequence[Path] | None = None):
         self._tree: T = tree
         self._paths: tuple[Path, ...] = tuple(paths)
-        self._found_by: _FoundBy | None = found_by
+        # All parts that a search found, including parts in other parts; None without a search.
+        self._found: Sequence[Path] | None = found
 
     # Choosing
 
@@ -92,7 +92,7 @@ class Selection(Generic[T]):
                 f"under: {cls!r} is not a class: pass a class without type arguments, or such "
                 "classes joined by `|`"
             ) from None
-        return self._outermost(lambda path, node: isinstance(node, cls))
+        return self._search(lambda path, node: isinstance(node, cls))
 
     def where(self, what: Any) -> "Selection[T]":
         """Select the arrays that match a filter, or the outermost parts that satisfy a predicate.
@@ -100,7 +100,7 @@ class Selection(Generic[T]):
         Args:
             what: any filter, such as `"**.bias"` or `ft.has_axis("embed")`; a class selects the
                 arrays below its instances. Alternatively, pass a function `(path, node) -> bool`,
-                which is called with nodes, leaves and `None`. Paths begin at the selected part.
+                which is called with all nodes, leaves and `None`. Paths begin at the selected part.
 
         Raises:
             RuleError: if the argument is neither a filter nor a function.
@@ -114,11 +114,10 @@ class Selection(Generic[T]):
             or get_origin(what)
             or not callable(what)
         ):
-            # Arrays contain no parts, so `innermost` keeps all of them.
             paths = self._matched(as_filter(what))
-            return self._chosen(paths, (lambda path, node: True, paths))
+            return self._chosen(paths, paths)
         check_callback(what, "a filter")
-        return self._outermost(_telling(what))
+        return self._search(partial(call_filter, what))
 
     def innermost(self) -> "Selection[T]":
         """Select the innermost parts instead of the outermost.
@@ -135,20 +134,13 @@ class Selection(Generic[T]):
             >>> ft.select(tree).under(list).innermost().paths()
             (Path('1.1'),)
         """
-        if self._found_by is None:
+        if self._found is None:
             raise FunctreeValueError(
                 "innermost: only `.under(cls)` and `.where(...)` search for parts: call "
                 "`.innermost()` right after one of them"
             )
-        paths: list[Path] = []
-        fits, within = self._found_by
-        for start, part in Selection(self._tree, within)._parts():
-            for keys, node, _ in walk(part):
-                if fits(Path(keys), node):
-                    paths.append(Path((*start, *keys)))
-        above = {path[:depth] for path in paths for depth in range(len(path))}
-        inner = [path for path in paths if path not in above]
-        return self._chosen(inner)
+        above = {path[:depth] for path in self._found for depth in range(len(path))}
+        return self._chosen([path for path in self._found if path not in above])
 
     # Looking
 
@@ -296,18 +288,21 @@ class Selection(Generic[T]):
         """Return the selected parts with their paths."""
         return zip(self._paths, self, strict=True)
 
-    def _chosen(self, paths: Sequence[Path], found_by: "_FoundBy | None" = None) -> "Selection[T]":
+    def _chosen(self, paths: Sequence[Path], found: Sequence[Path] | None = None) -> "Selection[T]":
         # `nodes_at` raises an error for a path that several parts share, because these parts could
         # be confused.
         nodes_at(self._tree, paths)
-        return Selection(self._tree, paths, found_by)
+        return Selection(self._tree, paths, found)
 
-    def _outermost(self, fits: "_Fits") -> "Selection[T]":
+    def _search(self, fits: Callable[[Path, Tree], bool]) -> "Selection[T]":
         """Select the outermost nodes for which a function returns True."""
-        paths: list[Path] = []
+        found: list[Path] = []
         for start, part in self._parts():
-            paths += [Path((*start, *path)) for path, _ in outermost(part, fits)]
-        return self._chosen(paths, (fits, self._paths))
+            for keys, node, _ in walk(part):
+                if fits(Path(keys), node):
+                    found.append(Path((*start, *keys)))
+        known = set(found)
+        return self._chosen([path for path in found if first_beginning(path, known) == path], found)
 
     def _matched(self, chosen: Filter) -> list[Path]:
         """Return the paths of the arrays that a filter matches."""
@@ -388,30 +383,6 @@ class Selection(Generic[T]):
             for path, part in self._parts()
         ]
         return FunctreeValueError(headline, parts)
-
-
-_Fits = Callable[[Path, Tree], bool]
-"""A function that takes a path and its node, and returns whether the node is selected."""
-
-_FoundBy = tuple[_Fits, Sequence[Path]]
-"""The function that selected the parts, and the paths below which it searched."""
-
-
-def _telling(fits: Callable[[Path, Tree], Any]) -> _Fits:
-    """Wrap a function so that, if it fails, the error contains the path of the node."""
-
-    def fits_or_tells(path: Path, node: Tree) -> bool:
-        try:
-            return bool(fits(path, node))
-        except USERS_ERRORS as error:
-            name = getattr(fits, "__name__", repr(fits))
-            remedy = "pass a function that takes the path and the value of any node, including "
-            remedy += "modules, and returns a bool: `lambda path, node: ...`"
-            why = f"{name} raised {error_text(error)}"
-            problem = Problem(path, None, value_text(node), why, remedy)
-            raise RuleError(f"where: the function {name} failed", [problem]) from error
-
-    return fits_or_tells
 
 
 def select(tree: T) -> Selection[T]:
