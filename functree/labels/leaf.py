@@ -7,15 +7,9 @@ from jax.sharding import PartitionSpec
 
 from functree.errors import Problem
 from functree.labels.annotations.hints import ArrayForm
-from functree.tree.arrays import array_text, unheld
+from functree.tree.arrays import array_text
 from functree.tree.axes import Axes
 from functree.tree.paths import Key, Path
-
-
-def unheld_problem(path: Path, value: Any) -> Problem:
-    """Return the problem for a NumPy array that JAX does not support."""
-    why, remedy = unheld(value) or ("", "")
-    return Problem(path, tuple(value.shape), f"{value.dtype}{list(value.shape)}", why, remedy)
 
 
 class FollowedLeaf(NamedTuple):

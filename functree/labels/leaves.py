@@ -7,14 +7,14 @@ uses `tree/nodes.py`. A packed tree is read like the tree that was packed, but i
 packed.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 from jax.core import Tracer
-from jax.tree_util import GetAttrKey, tree_leaves
+from jax.tree_util import tree_leaves
 
 from functree.argument_checks import check_tree
 from functree.errors import (
@@ -38,22 +38,22 @@ from functree.labels.annotations.given_names import (
 )
 from functree.labels.annotations.hints import NOTHING, Hint, field_hints
 from functree.labels.annotations.leaf_axes import LeafAxes, leaf_axes, misfit
-from functree.labels.leaf import Leaf, unheld_problem
-from functree.tree.arrays import AnyArray, Tree, is_array, is_unheld_number
+from functree.labels.leaf import Leaf, array_problem
+from functree.tree.arrays import AnyArray, Tree, is_array, is_unheld_number, unheld
 from functree.tree.axes import Axes, Names
 from functree.tree.interfaces import Stack, StateMapping, TrainingState
-from functree.tree.paths import Keys, Path, first_beginning, plain_key
+from functree.tree.paths import Keys, Path, first_beginning
 from functree.tree.prefix import PrefixOf, aligned
 from functree.tree.skeleton.kinds import (
     ARRAY,
     DEFAULT_DICT,
     DICT,
-    EQUINOX_STATE,
     NONE,
     PACKED,
     SEQUENCE,
     STATE,
     STATIC,
+    Children,
     Kind,
     kind_of,
 )
@@ -259,25 +259,17 @@ class _Walk:
         if kind is ARRAY:
             self._leaf(node, path, hint, context)
         elif kind is STATIC:
-            if is_unheld_number(node):
-                self.unheld.append(unheld_problem(Path(path), node))
-        elif kind is SEQUENCE:
+            fault = unheld(node)
+            if fault is not None and is_unheld_number(node):
+                self.unheld.append(array_problem(Path(path), node, *fault))
+        elif kind is SEQUENCE or kind is DICT or kind is DEFAULT_DICT:
             inside = inside_of(context, type(node))
-            for i, child in enumerate(node):
-                self.visit(child, (*path, i), hint.child(i), inside)
-        elif kind is DICT or kind is DEFAULT_DICT:
-            inside, below = inside_of(context, type(node)), hint.child(None)
-            for key in _sorted_keys(node, path):
-                self.visit(node[key], (*path, key), below, inside)
+            for key, child in _children(node, kind, path):
+                self.visit(child, (*path, key), hint.child(key), inside)
         elif kind is STATE:
             self._state(node, path, context)
         elif kind is PACKED:
             self.visit(node.tree, path, hint, context)
-        elif kind is EQUINOX_STATE:
-            opened = given_at(node, len(path), context.pending, self.names)
-            inside = _in_module(node, inside_of(context, type(node)), opened)
-            for keys, child in kind.paths(node):
-                self.visit(child, (*path, *keys), NOTHING, inside)
         elif kind is not NONE:
             self._node(node, kind, path, hint, context)
 
@@ -329,16 +321,15 @@ class _Walk:
         if not isinstance(node, dict):
             opened = given_at(node, len(path), context.pending, self.names)
             inside = _in_module(node, inside, opened)
-        for key, child in kind.children(node):
-            name = key if kind.by_field else plain_key(key)
-            if kind.by_field or type(key) is GetAttrKey:
-                below = fields.child(name)
+        for keys, child in kind.paths(node):
+            if kind.by_field or keys[-1] in fields.parts:
+                below = fields.child(keys[-1])
             elif fields.parts:
                 # The class is registered without keys.
                 below = fields.child(_attribute_of(node, child))
             else:
                 below = hint.child(None)
-            self.visit(child, (*path, name), below, inside)
+            self.visit(child, (*path, *keys), below, inside)
         if opened:
             for given in opened:
                 if given.cls is not None and (given.used or given.names.stack):
@@ -372,10 +363,14 @@ def _attribute_of(node: Tree, child: Tree) -> str:
     return names[0] if len(names) == 1 else ""
 
 
-def _sorted_keys(node: Mapping[Any, Any], path: Keys) -> Iterable[Any]:
-    """Return the keys of a dict in JAX's order."""
+def _children(node: Tree, kind: Kind, path: Keys) -> Children:
+    """Return the (key, child) pairs of a container.
+
+    Raises:
+        FunctreeError: if the keys of a dict cannot be sorted.
+    """
     try:
-        return sorted(node)
+        return kind.children(node)
     except TypeError as error:
         remedy = "use keys of one type, or an `OrderedDict`"
         problem = Problem(Path(path), None, "dict", f"JAX sorts its keys: {error}", remedy)

@@ -15,6 +15,7 @@ There are three ways to shard an activation:
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, TypeVar
 
 import jax
@@ -253,29 +254,25 @@ def specs_of(arrays: Sequence[Array], names: Sequence[str]) -> list[PartitionSpe
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return None
-    # The sequence is omitted here: all other dimensions take precedence, whatever the order of the
-    # rules.
-    others = [_without_sequence(text) for text in names]
-    first = names[0].split()
     if AxisType.Auto not in mesh.axis_types:
-        of_names = zip(arrays, others, strict=True)
+        of_names = zip(arrays, names, strict=True)
         own = [entries_of(x)[-len(text.split()) :] for x, text in of_names]
-        sharded = entries_of(arrays[0])[-len(first) :]
+        of_first = own[0]
     else:
         if not has_axis_rules():
             return None
         for x, text in zip(arrays, names, strict=True):
             if x.ndim != len(text.split()):
                 return None
+        # The sequence is omitted here: all other dimensions take precedence, whatever the order of
+        # the rules.
+        others = [_without_sequence(text) for text in names]
         own = [tuple(spec(text)) for text in others]
         for x, text, entries in zip(arrays, others, own, strict=True):
             _check_fits(x, text, entries)
-        sharded = spec(names[0])
-    specs = _agreeing(arrays, own, others)
-    if "seq" not in first:
-        return specs
-    seq = _sequence(sharded[first.index("seq")], specs)
-    return [_with_sequence(*pair, seq) for pair in zip(specs, names, strict=True)]
+        of_first = tuple(spec(names[0]))
+    seq = dict(zip(names[0].split(), of_first, strict=True)).get("seq")
+    return _agreeing(arrays, own, names, seq)
 
 
 def _check_fits(x: Array, names: str, entries: Entries) -> None:
@@ -300,29 +297,16 @@ def sequence_by_rules(names: str) -> Entry:
         ...     sequence_by_rules("seq vocab")
         'context'
     """
-    return _sequence(spec(names)[names.split().index("seq")], [spec(_without_sequence(names))])
-
-
-def _sequence(sharded: Entry, others: Sequence[PartitionSpec]) -> Entry:
-    used = {axis for other in others for axis in named_axes(other)}
-    return without(PartitionSpec(sharded), used)[0]
+    seq = spec(names)[names.split().index("seq")]
+    return without(PartitionSpec(seq), named_axes(spec(_without_sequence(names))))[0]
 
 
 def _without_sequence(names: str) -> str:
     return " ".join("_" if name == "seq" else name for name in names.split())
 
 
-def _with_sequence(array_spec: PartitionSpec, names: str, seq: Entry) -> PartitionSpec:
-    """Return a spec with the entry `seq` for all dimensions named "seq"."""
-    entries, named = list(array_spec), names.split()
-    for i, name in enumerate(named, len(entries) - len(named)):
-        if name == "seq":
-            entries[i] = seq
-    return PartitionSpec(*entries)
-
-
 def _agreeing(
-    arrays: Sequence[Array], own: Sequence[Entries], names: Sequence[str]
+    arrays: Sequence[Array], own: Sequence[Entries], names: Sequence[str], seq: Entry
 ) -> list[PartitionSpec]:
     """Return the arrays' specs, in which dimensions that share a name have equal entries.
 
@@ -330,23 +314,27 @@ def _agreeing(
         arrays: the arrays.
         own: each array's own entries, for its last dimensions.
         names: the names of these dimensions.
+        seq: the entry for "seq", from which the mesh axes of other dimensions are removed.
     """
     # The first array that shards a named dimension determines the entry for the name. The other
     # arrays are resharded: for instance, users may pass replicated segments or prompt lengths.
     # Query heads may use a mesh axis of the batch while key heads, which have their own rule, do
     # not. An entry therefore omits mesh axes that shard another dimension of one of the arrays.
-    entry_of: dict[str, Entry] = {"_": None}
+    entry_of: dict[str, Entry] = {"_": None, "seq": None}
     for entries, text in zip(own, names, strict=True):
         for name, of_dim in zip(text.split(), entries, strict=True):
-            if name != "_" and entry_of.get(name) is None:
+            if name not in ("_", "seq") and entry_of.get(name) is None:
                 beside = _beside(name, names)
                 used = {axis for other in beside for axis in mesh_axes(entry_of.get(other))}
                 entry_of[name] = without(PartitionSpec(of_dim), used)[0]
+    unnamed = [
+        entries_of(x)[: x.ndim - len(text.split())] for x, text in zip(arrays, names, strict=True)
+    ]
+    used = {axis for of_dim in chain(entry_of.values(), *unnamed) for axis in mesh_axes(of_dim)}
+    entry_of["seq"] = without(PartitionSpec(seq), used)[0]
     specs: list[PartitionSpec] = []
-    for x, text in zip(arrays, names, strict=True):
-        named = text.split()
-        unnamed = entries_of(x)[: x.ndim - len(named)]
-        specs.append(PartitionSpec(*unnamed, *(entry_of[name] for name in named)))
+    for entries, text in zip(unnamed, names, strict=True):
+        specs.append(PartitionSpec(*entries, *(entry_of[name] for name in text.split())))
     return specs
 
 

@@ -223,7 +223,6 @@ USES: dict[str, Use] = {
     ),
     "nn.matrix_dimensions": (ft.nn.matrix_dimensions, {"model": TRANSFORMER}),
     "Ledger.diff": (LEDGER.diff, {"other": LEDGER}),
-    "Ledger.html": (LEDGER.html, {"plan": PLAN}),
     "Ledger.from_json": (ft.Ledger.from_json, {"text": LEDGER.to_json()}),
     "Layouts.diff": (LAYOUTS.diff, {"other": LAYOUTS}),
     "Layouts.from_json": (ft.Layouts.from_json, {"text": LAYOUTS.to_json()}),

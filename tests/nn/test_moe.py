@@ -314,7 +314,10 @@ def test_a_dispatch_that_cannot_be_had() -> None:
 
 REFUSED = {
     "too many": (dict(top_k=5), ["top_k=5", "there are only 4 experts"]),
-    "dispatch": (dict(dispatch="all"), ["dispatch='all'", "auto, gather, exchange, ragged"]),
+    "dispatch": (
+        dict(dispatch="all"),
+        ["dispatch='all'", "'auto', 'gather', 'exchange', 'ragged'"],
+    ),
     "dot_general": (
         dict(dot_general=jax.lax.dot_general),
         ["dot_general=", "which only a capacity ensures", "pass capacity="],

@@ -335,7 +335,7 @@ def test_missing_gradients_are_named():
     with raises("1 parameter cannot be updated", "up   f32[16, 32]", *said) as caught:
         ft.apply_gradients(ts, wrong)
     assert "filter" not in str(caught.value)
-    with raises("a dict cannot be flattened", "its keys (int, str) cannot be sorted"):
+    with raises("a dict cannot be flattened", "JAX sorts its keys: '<' not supported"):
         ft.apply_gradients(ts, {"up": jnp.ones(3), 1: jnp.ones(3)})
 
 

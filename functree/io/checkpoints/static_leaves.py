@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from functree.errors import Problem, listed, warn
-from functree.labels.leaf import unheld_problem
+from functree.labels.leaf import array_problem
 from functree.tree.arrays import Tree, is_array, unheld
 from functree.tree.nodes import leaves_of
 
@@ -45,8 +45,8 @@ def unsaveable(tree: Tree) -> Iterator[Problem]:
                 "has values that can change while they are written",
                 "save its value: `jax.freeze(ref)` or `ref[...]`",
             )
-        elif unheld(leaf) is not None:
-            yield unheld_problem(path, leaf)
+        elif (fault := unheld(leaf)) is not None:
+            yield array_problem(path, leaf, *fault)
 
 
 def warn_of_changes(saved: Mapping[str, str], like: Tree) -> None:

@@ -229,18 +229,9 @@ class Attention(eqx.Module):
         """
         if not in_order:
             check_order(positions)
-        query, key, value = self._heads(x, positions)
-        mixed = attend(
-            query,
-            key,
-            value,
-            implementation=self.attention,
-            window=self.window,
-            segments=segments,
-            positions=None if in_order else positions,
-            context=self.context,
-        )
-        return self._result(mixed)
+        heads = self._heads(x, positions)
+        of_mask = None if in_order else positions
+        return self._result(self._mixed(*heads, segments=segments, positions=of_mask))
 
     def decode(
         self,
@@ -266,14 +257,7 @@ class Attention(eqx.Module):
         # If the cache has no slots, `x` is a prompt. No tokens come before a prompt, so a kernel
         # can compute its attention from the prompt's own keys and values.
         if not cache[0].shape[1]:
-            mixed = attend(
-                query,
-                key,
-                value,
-                implementation=self.attention,
-                window=self.window,
-                context=self.context,
-            )
+            mixed = self._mixed(query, key, value)
         else:
             mixed = attend_cached(query, key, value, *cache, filled, window=self.window)
         return self._result(mixed), (key, value)
@@ -296,6 +280,19 @@ class Attention(eqx.Module):
             checkpoint_name(activation(query, "batch seq heads head_dim"), "attn_query"),
             checkpoint_name(activation(key, "batch seq kv_heads head_dim"), "attn_key"),
             checkpoint_name(activation(value, "batch seq kv_heads head_dim"), "attn_value"),
+        )
+
+    def _mixed(
+        self, *heads: Array, segments: Segments = None, positions: Positions = None
+    ) -> Float[Array, "*batch seq heads head_dim"]:
+        """Compute attention from queries, keys and values, with the layer's options."""
+        return attend(
+            *heads,
+            implementation=self.attention,
+            window=self.window,
+            segments=segments,
+            positions=positions,
+            context=self.context,
         )
 
     def _result(

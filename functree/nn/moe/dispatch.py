@@ -152,29 +152,20 @@ def by_ragged_exchange(
     back = jax.lax.all_to_all(starts, axes, 0, 0, tiled=True)
     given = tokens.spread(order)
     room = jnp.zeros_like(given, shape=(parts * size, given.shape[1]))
-    rows = ragged_all_to_all(given, room, starts, sent, there, received, axes)
+    rows = ragged_all_to_all(given, room, starts, sent, there, received, axes=axes)
     # There is one group for each pair of a device and an expert of this device. Rows after the last
     # group are unused.
     groups = group_of_row(theirs.reshape(-1), parts * size)
     computed = experts.of_rows(rows, jnp.where(groups < own * parts, groups % own, own))
     returned = ragged_all_to_all(
-        computed, jnp.zeros_like(given), their_starts, received, back, sent, axes
+        computed, jnp.zeros_like(given), their_starts, received, back, sent, axes=axes
     )
     return tokens.combine(returned, order)
 
 
-def ragged_all_to_all(
-    operand: Array,
-    output: Array,
-    starts: Array,
-    sizes: Array,
-    there: Array,
-    received: Array,
-    axes: _Axes,
-) -> Array:
+def ragged_all_to_all(*operands: Array, axes: _Axes) -> Array:
     """Call `jax.lax.ragged_all_to_all` with operands made to vary along the same mesh axes."""
-    arrays = equally_varying(operand, output, starts, sizes, there, received)
-    return jax.lax.ragged_all_to_all(*arrays, axis_name=axes)
+    return jax.lax.ragged_all_to_all(*equally_varying(*operands), axis_name=axes)
 
 
 def _starts(sizes: Int[Array, "parts"]) -> Int[Array, "parts"]:
