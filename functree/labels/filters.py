@@ -384,32 +384,37 @@ class FirstMatch:
     def __init__(self, filters: Sequence[Filter]):
         # Globs without wildcards go into a dict, since a tree of specs has one such glob per leaf.
         self._literals: dict[str, int] = {}
-        # All other filters. A glob comes with its regular expression and its first key.
-        self._others: list[tuple[int, Filter, re.Pattern[str] | None, Path]] = []
+        # All other filters. A glob comes with its regular expression, the text that a match must
+        # end with, and its first key.
+        self._others: list[tuple[int, Filter, re.Pattern[str] | None, str, Path]] = []
         for i, item in enumerate(filters):
-            literal = expression = None
+            literal, expression, end = None, None, ""
             if isinstance(item, Glob):
                 literal, expression = literal_text(item.pattern), glob_pattern(item.pattern)
+                end = literal_text(".".join(list(tokens(item.pattern))[-1:])) or ""
             if literal is None:
-                self._others.append((i, item, expression, first_name(item)))
+                self._others.append((i, item, expression, end, first_name(item)))
             else:
                 self._literals.setdefault(literal, i)  # the first of two equal globs decides
 
     def __call__(self, leaf: Leaf) -> int | None:
-        # The texts of the path that filters match, and of the paths from names above the leaf.
+        # The texts of the path that filters match, and of the paths from names above the leaf. Most
+        # leaves have no such names.
         seen = None if leaf.seen is None else match_text(leaf.seen)
-        texts = {root.path[:1]: match_text(root.path) for root in reversed(leaf.roots)}
-        if seen is not None:
-            texts.setdefault((leaf.seen or ())[:1], seen)
-        found = [self._literals[text] for text in texts.values() if text in self._literals]
+        named = {root.path[:1]: match_text(root.path) for root in reversed(leaf.roots)}
+        texts = list(named.values())
+        if seen is not None and (leaf.seen or ())[:1] not in named:
+            texts.append(seen)
+        found = [self._literals[text] for text in texts if text in self._literals]
         least = min(found, default=None)
-        for i, item, expression, first in self._others:
+        for i, item, expression, end, first in self._others:
             if least is not None and i > least:
                 break
-            # This runs for each leaf and filter, so a glob's expression is matched here.
+            # This runs for each leaf and filter, so it compares the last key first, which rules out
+            # most globs.
             if expression is not None:
-                text = texts.get(first, seen)
-                fits = text is not None and expression.fullmatch(text)
+                text = named.get(first, seen) if named else seen
+                fits = text is not None and text.endswith(end) and expression.fullmatch(text)
             elif seen is not None or isinstance(item, Everything):
                 fits = item(leaf)
             else:

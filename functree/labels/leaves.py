@@ -219,7 +219,9 @@ def _in_module(node: Tree, inside: Context, opened: tuple[GivenNames, ...]) -> C
         stack = (*stack, *node.stack_axes())
     for given in opened:
         stack = (*stack, *given.names.stack)
-    return inside._replace(stack=stack, given=inside.given + opened, pending=None)
+    # The constructor is several times faster than `_replace`.
+    within, _, given, buffer, _, below = inside
+    return Context(within, stack, given + opened, buffer, None, below)
 
 
 class _Walk:

@@ -47,7 +47,10 @@ class Kind:
 
         The keys lead from the node to the child in functree's paths.
         """
-        return (((plain_key(key),), child) for key, child in self.children(node))
+        children = self.children(node)
+        if self.by_field:
+            return (((name,), child) for name, child in children)
+        return (((plain_key(key),), child) for key, child in children)
 
     def statics(self, node: Tree) -> Iterable[tuple[Keys, object]]:
         """Return the static data of a node as (keys, value) pairs."""
