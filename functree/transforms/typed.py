@@ -85,8 +85,6 @@ def typed(
     check("typed: invalid arguments", fun=(fun, FUNCTION.or_none()), constrain=(constrain, FLAG))
     if fun is None:
         return functools.partial(typed, constrain=constrain)
-    from beartype.door import is_bearable  # imported only here, since the import is slow
-
     signature, partial = Signature.of(fun)
     if isinstance(fun, type):
         raise FunctreeTypeError(
@@ -101,21 +99,7 @@ def typed(
         """
         leaves = read(record)
         sizes = check_sizes(signature.name, record, leaves.leaves, known)
-        # The call lacks the defaults, which need not have the annotated type, as in
-        # `mask: Float[Array, "n"] = None`.
-        hints: dict[str, Any] = {}
-        with suppress(*UNREADABLE):
-            hints = get_type_hints(type(record), include_extras=True)
-        problems: list[Problem] = []
-        for name, value in zip(record._fields, record, strict=True):
-            hint = hints.get(name, object)
-            if value is not NOT_GIVEN and not is_bearable(value, hint):
-                why = f"does not have its annotated type `{shown(hint)}`"
-                remedy = "pass a value of this type, or change the annotation"
-                problems.append(Problem(Path((name,)), None, shown(value), why, remedy))
-        if problems:
-            number = count(len(problems), "value")
-            raise FunctreeTypeError(f"{signature.name}: {number} of a wrong type", problems)
+        _check_types(signature.name, record)
         if constrain:
             return _constrain_annotated(leaves), sizes
         _check_shardings(signature.name, leaves)
@@ -132,6 +116,27 @@ def typed(
             return checked(result, sizes)[0][0]
 
     return wrapper
+
+
+def _check_types(name: str, record: Record) -> None:
+    """Raise FunctreeError if a value of a call or a result does not have its annotated type."""
+    from beartype.door import is_bearable  # imported only here, since the import is slow
+
+    # The call lacks the defaults, which need not have the annotated type, as in
+    # `mask: Float[Array, "n"] = None`.
+    hints: dict[str, Any] = {}
+    with suppress(*UNREADABLE):
+        hints = get_type_hints(type(record), include_extras=True)
+    problems: list[Problem] = []
+    for field, value in zip(record._fields, record, strict=True):
+        hint = hints.get(field, object)
+        if value is not NOT_GIVEN and not is_bearable(value, hint):
+            why = f"does not have its annotated type `{shown(hint)}`"
+            remedy = "pass a value of this type, or change the annotation"
+            problems.append(Problem(Path((field,)), None, shown(value), why, remedy))
+    if problems:
+        number = count(len(problems), "value")
+        raise FunctreeTypeError(f"{name}: {number} of a wrong type", problems)
 
 
 def _constrain_annotated(leaves: Leaves) -> Tree:
