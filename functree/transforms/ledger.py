@@ -216,9 +216,7 @@ def _others_call(
     wrapped = fn.lower(*args, **kwargs)
     # A library may wrap JAX's stages, as Flax does.
     lowered = getattr(wrapped, "lowered", wrapped)
-    known: dict[Path, Path] = {}
-    if wrapped is not lowered:
-        known = _paths_in_call(fn, wrapped, lowered, args, kwargs)
+    known = _paths_in_call(fn, wrapped, lowered, args, kwargs)
     parameters, names = _parameters(fn, lowered, len(args), known)
     entries, _ = tree_flatten_with_path(lowered.out_info)
     # Flax's program also returns its input modules, in the same trees.
@@ -351,15 +349,17 @@ def _paths_in_call(
 ) -> dict[Path, Path]:
     """Map the paths in JAX's trees to the paths in the call.
 
-    The map is empty if the paths in the call are unknown.
+    The map is empty if the paths in the call are unknown, or if JAX itself jitted the function.
 
     Args:
         fn: the jitted function.
-        wrapped: the library's wrapper around JAX's lowered function.
+        wrapped: the library's wrapper around JAX's lowered function, or that function.
         lowered: JAX's lowered function.
         args: the positional arguments of the call.
         kwargs: the keyword arguments of the call.
     """
+    if wrapped is lowered:
+        return {}
     # Equinox uses this function to pass the leaves to JAX, in Equinox's own order.
     preprocess = getattr(wrapped, "preprocess", None)
     if preprocess is None:
