@@ -78,7 +78,7 @@ class Layouts:
     def _by_source(self) -> Iterator[tuple[str, list[LaidOut]]]:
         """Yield the rows of each source line, in the program's order.
 
-        Rows without a line are arguments, results, and operations that JAX adds.
+        Rows without a line are arguments, and operations that JAX adds.
         """
         for source, rows in groupby(self.rows, lambda row: row.source):
             yield source or "no source line", list(rows)

@@ -75,7 +75,7 @@ class LaidOut(NamedTuple):
     Attributes:
         op: the operation's name in StableHLO, such as `dot_general`; `argument` and `result` for
             the program's arguments and results.
-        source: the line that it comes from, as in `Collective.source`; None if it is unknown.
+        source: the line that computes it, as in `Collective.source`; None if it is unknown.
         expression: the code at that line; for an argument or a result, its path.
         shape: the global shape.
         dtype: the dtype as StableHLO writes it: `f32`, `i1`.
@@ -369,7 +369,9 @@ class _Reader:
             if spec and index is not None:
                 # The value's own location is where the program was lowered.
                 self._add(value, RESULT, ir.Location.unknown(), spec, (index,))
-                self._rows[-1] = self._rows[-1]._replace(name=name, expression=name)
+                source = self._rows[index].source
+                row = self._rows[-1]._replace(name=name, expression=name, source=source)
+                self._rows[-1] = row
                 if index not in self._typed:
                     self._give(len(self._rows) - 1, written[i], name)
 

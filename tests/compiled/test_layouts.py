@@ -391,7 +391,6 @@ def test_text():
         '    jax.nn.relu(x @ w["up"])   broadcast_in_dim f32[16/data, 32/model]: data by x, model by w.up',
         '    jax.nn.relu(x @ w["up"])   maximum f32[16/data, 32/model]: data by x, model by w.up',
         '    jax.nn.relu(x @ w["up"]) @ w["down"]   dot_general f32[16/data, 64]: data by x',
-        "no source line",
         "    result   result f32[16/data, 64]: data by x",
     ]
 

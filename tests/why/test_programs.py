@@ -26,8 +26,7 @@ DISAGREEMENTS = {
 }
 # The programs whose cause is another operation than the label says.
 OTHER_OPERATIONS = {
-    "ensemble-other-axis", "label-smoothing-with-swapped-names",
-    "sampler-with-the-layout-of-a-viewer", "unet-width-for-height",
+    "ensemble-other-axis", "label-smoothing-with-swapped-names", "unet-width-for-height",
 }  # fmt: skip
 # Those whose cause lacks an origin.
 OTHER_ORIGINS = {"graph-edges-apart"}
