@@ -4,205 +4,112 @@ Annotations name dimensions, rules map the names to mesh axes, and a plan shows 
 arrays are placed.
 """
 
-from jax.sharding import PartitionSpec as P
+import types as _types
 
-from functree import nn, testing
-from functree.compiled.collective import Collective, Memory
-from functree.compiled.layouts import Layouts
-from functree.compiled.ledger import Ledger
-from functree.devices.make_mesh import make_mesh
-from functree.errors import (
-    AxesError,
-    CheckpointError,
-    FunctreeError,
-    FunctreeWarning,
-    Problem,
-    RuleError,
-    ShardingError,
-    StateError,
-)
-from functree.explorer.explore import explore
-from functree.explorer.hardware import Hardware
-from functree.explorer.ranking import Candidate, Ranking
-from functree.explorer.why import Fix, Why, why
-from functree.io.checkpoints.checkpoints import Checkpoints
-from functree.io.checkpoints.inspect import Checkpoint, inspect
-from functree.io.checkpoints.manifest import SavedArray
-from functree.io.checkpoints.read import restore
-from functree.io.checkpoints.write import save
-from functree.io.export import Exported, export
-from functree.io.weights.load import load_tensors, load_weights
-from functree.io.weights.save import save_weights
-from functree.labels.annotations.given_names import equinox_names
-from functree.labels.filters import Filter, glob, regex, under
-from functree.labels.leaves import tree_axes
-from functree.labels.predicates import (
-    has_axis,
-    has_dtype,
-    has_ndim,
-    is_buffer,
-    is_state,
-    is_trainable,
-    larger_than,
-)
-from functree.layout.fsdp import FSDP
-from functree.layout.layout import Layout, on_host
-from functree.layout.plan.make_plan import plan
-from functree.layout.plan.plan import Plan
-from functree.layout.plan.row import Row
-from functree.layout.plan_optimizer import plan_optimizer
-from functree.layout.rules import AxisRules
-from functree.layout.state_sharding import StateSharding
-from functree.optimizers.layerwise import layerwise
-from functree.optimizers.muon import muon
-from functree.optimizers.whole_matrices import on_whole_matrices
-from functree.placing.ambient import axis_rules, spec
-from functree.placing.constrain import AxisShards, axis_shards, constrain
-from functree.placing.copy import copy
-from functree.placing.shard import shard
-from functree.processes.check_processes import check_processes
-from functree.processes.preempted import preempted
-from functree.report.diff import Change, Diff
-from functree.state.ema import averaged, with_ema
-from functree.state.refs import StateRef
-from functree.state.state import State, make_state
-from functree.state.train import TrainState, apply_gradients
-from functree.surgery.pack import Packed, pack, unpack
-from functree.surgery.select import Selection, select
-from functree.surgery.split import merge, split
-from functree.transforms.accumulate.accumulate import accumulate
-from functree.transforms.grad.grad import grad, value_and_grad
-from functree.transforms.init import abstract, init, init_optimizer
-from functree.transforms.jit.jit import jit
-from functree.transforms.ledger import layouts, ledger
-from functree.transforms.remat import offload
-from functree.transforms.shard_map import shard_map
-from functree.transforms.signature_layouts import signature_layouts
-from functree.transforms.stacked import Stacked, stack
-from functree.transforms.typed import typed
-from functree.tree.axes import Axes, Buffer, names
-from functree.tree.paths import Path
+from jax import P as P
 
-__all__ = [
-    # Axis names
-    "Axes",
-    "tree_axes",
-    "names",
-    "equinox_names",
-    "Buffer",
-    # Paths and filters
-    "Path",
-    "Filter",
-    "glob",
-    "regex",
-    "under",
-    "has_axis",
-    "has_ndim",
-    "has_dtype",
-    "larger_than",
-    "is_trainable",
-    "is_buffer",
-    "is_state",
-    # Layouts
-    "P",
-    "Layout",
-    "AxisRules",
-    "FSDP",
-    "StateSharding",
-    "on_host",
-    # Plans
-    "plan",
-    "Plan",
-    "Row",
-    "plan_optimizer",
-    # Optimizers
-    "layerwise",
-    "on_whole_matrices",
-    "muon",
-    # Meshes and placing
-    "make_mesh",
-    "shard",
-    "copy",
-    "constrain",
-    "axis_rules",
-    "spec",
-    "axis_shards",
-    "AxisShards",
-    "init",
-    "abstract",
-    "init_optimizer",
-    # Trees
-    "split",
-    "merge",
-    "pack",
-    "unpack",
-    "Packed",
-    "select",
-    "Selection",
-    # Transforms
-    "jit",
-    "shard_map",
-    "signature_layouts",
-    "typed",
-    "grad",
-    "value_and_grad",
-    "accumulate",
-    # Inspection and testing
-    "why",
-    "Why",
-    "Fix",
-    "layouts",
-    "Layouts",
-    "ledger",
-    "Ledger",
-    "Collective",
-    "Memory",
-    "Diff",
-    "Change",
-    "explore",
-    "Ranking",
-    "Candidate",
-    "Hardware",
-    # State and training
-    "StateRef",
-    "make_state",
-    "State",
-    "TrainState",
-    "apply_gradients",
-    "with_ema",
-    "averaged",
-    # Layers
-    "Stacked",
-    "stack",
-    "offload",
-    # Weights
-    "load_weights",
-    "load_tensors",
-    "save_weights",
-    # Checkpoints, processes and export
-    "save",
-    "restore",
-    "inspect",
-    "Checkpoint",
-    "SavedArray",
-    "Checkpoints",
-    "check_processes",
-    "preempted",
-    "export",
-    "Exported",
-    # Errors
-    "FunctreeError",
-    "AxesError",
-    "RuleError",
-    "ShardingError",
-    "StateError",
-    "CheckpointError",
-    "Problem",
-    "FunctreeWarning",
-    # Subpackages
-    "nn",
-    "testing",
-]
+from functree import nn as nn
+from functree import testing as testing
+from functree.compiled.collective import Collective as Collective
+from functree.compiled.collective import Memory as Memory
+from functree.compiled.layouts import Layouts as Layouts
+from functree.compiled.ledger import Ledger as Ledger
+from functree.devices.make_mesh import make_mesh as make_mesh
+from functree.errors import AxesError as AxesError
+from functree.errors import CheckpointError as CheckpointError
+from functree.errors import FunctreeError as FunctreeError
+from functree.errors import FunctreeWarning as FunctreeWarning
+from functree.errors import Problem as Problem
+from functree.errors import RuleError as RuleError
+from functree.errors import ShardingError as ShardingError
+from functree.errors import StateError as StateError
+from functree.explorer.explore import explore as explore
+from functree.explorer.hardware import Hardware as Hardware
+from functree.explorer.ranking import Candidate as Candidate
+from functree.explorer.ranking import Ranking as Ranking
+from functree.explorer.why import Fix as Fix
+from functree.explorer.why import Why as Why
+from functree.explorer.why import why as why
+from functree.io.checkpoints.checkpoints import Checkpoints as Checkpoints
+from functree.io.checkpoints.inspect import Checkpoint as Checkpoint
+from functree.io.checkpoints.inspect import inspect as inspect
+from functree.io.checkpoints.manifest import SavedArray as SavedArray
+from functree.io.checkpoints.read import restore as restore
+from functree.io.checkpoints.write import save as save
+from functree.io.export import Exported as Exported
+from functree.io.export import export as export
+from functree.io.weights.load import load_tensors as load_tensors
+from functree.io.weights.load import load_weights as load_weights
+from functree.io.weights.save import save_weights as save_weights
+from functree.labels.annotations.given_names import equinox_names as equinox_names
+from functree.labels.filters import Filter as Filter
+from functree.labels.filters import glob as glob
+from functree.labels.filters import regex as regex
+from functree.labels.filters import under as under
+from functree.labels.leaves import tree_axes as tree_axes
+from functree.labels.predicates import has_axis as has_axis
+from functree.labels.predicates import has_dtype as has_dtype
+from functree.labels.predicates import has_ndim as has_ndim
+from functree.labels.predicates import is_buffer as is_buffer
+from functree.labels.predicates import is_state as is_state
+from functree.labels.predicates import is_trainable as is_trainable
+from functree.labels.predicates import larger_than as larger_than
+from functree.layout.fsdp import FSDP as FSDP
+from functree.layout.layout import Layout as Layout
+from functree.layout.layout import on_host as on_host
+from functree.layout.plan.make_plan import plan as plan
+from functree.layout.plan.plan import Plan as Plan
+from functree.layout.plan.row import Row as Row
+from functree.layout.plan_optimizer import plan_optimizer as plan_optimizer
+from functree.layout.rules import AxisRules as AxisRules
+from functree.layout.state_sharding import StateSharding as StateSharding
+from functree.optimizers.layerwise import layerwise as layerwise
+from functree.optimizers.muon import muon as muon
+from functree.optimizers.whole_matrices import on_whole_matrices as on_whole_matrices
+from functree.placing.ambient import axis_rules as axis_rules
+from functree.placing.ambient import spec as spec
+from functree.placing.constrain import AxisShards as AxisShards
+from functree.placing.constrain import axis_shards as axis_shards
+from functree.placing.constrain import constrain as constrain
+from functree.placing.copy import copy as copy
+from functree.placing.shard import shard as shard
+from functree.processes.check_processes import check_processes as check_processes
+from functree.processes.preempted import preempted as preempted
+from functree.report.diff import Change as Change
+from functree.report.diff import Diff as Diff
+from functree.state.ema import averaged as averaged
+from functree.state.ema import with_ema as with_ema
+from functree.state.refs import StateRef as StateRef
+from functree.state.state import State as State
+from functree.state.state import make_state as make_state
+from functree.state.train import TrainState as TrainState
+from functree.state.train import apply_gradients as apply_gradients
+from functree.surgery.pack import Packed as Packed
+from functree.surgery.pack import pack as pack
+from functree.surgery.pack import unpack as unpack
+from functree.surgery.select import Selection as Selection
+from functree.surgery.select import select as select
+from functree.surgery.split import merge as merge
+from functree.surgery.split import split as split
+from functree.transforms.accumulate.accumulate import accumulate as accumulate
+from functree.transforms.grad.grad import grad as grad
+from functree.transforms.grad.grad import value_and_grad as value_and_grad
+from functree.transforms.init import abstract as abstract
+from functree.transforms.init import init as init
+from functree.transforms.init import init_optimizer as init_optimizer
+from functree.transforms.jit.jit import jit as jit
+from functree.transforms.ledger import layouts as layouts
+from functree.transforms.ledger import ledger as ledger
+from functree.transforms.remat import offload as offload
+from functree.transforms.shard_map import shard_map as shard_map
+from functree.transforms.signature_layouts import signature_layouts as signature_layouts
+from functree.transforms.stacked import Stacked as Stacked
+from functree.transforms.stacked import stack as stack
+from functree.transforms.typed import typed as typed
+from functree.tree.axes import Axes as Axes
+from functree.tree.axes import Buffer as Buffer
+from functree.tree.axes import names as names
+from functree.tree.paths import Path as Path
 
 __version__ = "0.1.0"
 
@@ -213,4 +120,9 @@ def __dir__() -> list[str]:
     Submodules are attributes of their package. Without this function, `ft.state` would therefore
     appear next to `ft.State`.
     """
-    return [*__all__, *(name for name in globals() if name.startswith("__"))]
+    public = [name for name, value in globals().items() if not isinstance(value, _types.ModuleType)]
+    return [*public, "nn", "testing"]
+
+
+# Type checkers read the imports above instead.
+__all__ = [name for name in __dir__() if not name.startswith("_")]  # pyright: ignore[reportUnsupportedDunderAll]

@@ -1,55 +1,32 @@
 """This package exports layers with named axes, and a Llama-like transformer built from them."""
 
-from functree.compiled.sources import name_lines_of as _name_lines_of
-from functree.nn.attention.layer import Attention
-from functree.nn.batch_norm import BatchNorm
-from functree.nn.block import Block
-from functree.nn.cache import Cache
-from functree.nn.config import TransformerConfig
-from functree.nn.cross_entropy import cross_entropy
-from functree.nn.dropout import Dropout
-from functree.nn.embedding import Embedding
-from functree.nn.families import config_from_json, families
-from functree.nn.generate import generate
-from functree.nn.linear import Linear
-from functree.nn.matrix_dimensions import matrix_dimensions
-from functree.nn.mlp import MLP
-from functree.nn.moe.layer import MoE
-from functree.nn.moe.router import MoELosses
-from functree.nn.norm import LayerNorm, RMSNorm
-from functree.nn.rope import Llama3Rope
-from functree.nn.sequential import Constrain, Jitted, Sequential
-from functree.nn.transformer import Transformer
-from functree.nn.zigzag import zigzag
+import types as _types
 
-__all__ = [
-    "Linear",
-    "Embedding",
-    "RMSNorm",
-    "LayerNorm",
-    "BatchNorm",
-    "Dropout",
-    "Sequential",
-    "Constrain",
-    "Jitted",
-    "Attention",
-    "MLP",
-    "MoE",
-    "MoELosses",
-    "Block",
-    "Transformer",
-    "TransformerConfig",
-    "Llama3Rope",
-    "Cache",
-    "generate",
-    "cross_entropy",
-    "zigzag",
-    "matrix_dimensions",
-    "config_from_json",
-    "families",
-]
-
-_name_lines_of(*(globals()[name] for name in __all__ if name != "families"))
+from functree.compiled import sources as _sources
+from functree.nn.attention.layer import Attention as Attention
+from functree.nn.batch_norm import BatchNorm as BatchNorm
+from functree.nn.block import Block as Block
+from functree.nn.cache import Cache as Cache
+from functree.nn.config import TransformerConfig as TransformerConfig
+from functree.nn.cross_entropy import cross_entropy as cross_entropy
+from functree.nn.dropout import Dropout as Dropout
+from functree.nn.embedding import Embedding as Embedding
+from functree.nn.families import config_from_json as config_from_json
+from functree.nn.families import families as families
+from functree.nn.generate import generate as generate
+from functree.nn.linear import Linear as Linear
+from functree.nn.matrix_dimensions import matrix_dimensions as matrix_dimensions
+from functree.nn.mlp import MLP as MLP
+from functree.nn.moe.layer import MoE as MoE
+from functree.nn.moe.router import MoELosses as MoELosses
+from functree.nn.norm import LayerNorm as LayerNorm
+from functree.nn.norm import RMSNorm as RMSNorm
+from functree.nn.rope import Llama3Rope as Llama3Rope
+from functree.nn.sequential import Constrain as Constrain
+from functree.nn.sequential import Jitted as Jitted
+from functree.nn.sequential import Sequential as Sequential
+from functree.nn.transformer import Transformer as Transformer
+from functree.nn.zigzag import zigzag as zigzag
 
 
 def __dir__() -> list[str]:
@@ -58,4 +35,10 @@ def __dir__() -> list[str]:
     Submodules are attributes of their package, so without this function, `nn.linear` would
     appear next to `nn.Linear`.
     """
-    return [*__all__, *(name for name in globals() if name.startswith("__"))]
+    return [name for name, value in globals().items() if not isinstance(value, _types.ModuleType)]
+
+
+# Type checkers read the imports above instead.
+__all__ = [name for name in __dir__() if not name.startswith("_")]  # pyright: ignore[reportUnsupportedDunderAll]
+
+_sources.name_lines_of(*(globals()[name] for name in __all__ if name != "families"))
