@@ -308,11 +308,11 @@ def checked(headline: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        kinds, names = kinds_of(function), list(inspect.signature(function).parameters)
+        kinds, positional = kinds_of(function), inspect.getfullargspec(function).args
 
         @functools.wraps(function)
         def with_check(*args: P.args, **kwargs: P.kwargs) -> R:
-            given = dict(zip(names, args, strict=False)) | kwargs
+            given = dict(zip(positional, args, strict=False)) | kwargs
             check(headline, **{name: (given[name], kinds[name]) for name in kinds if name in given})
             return function(*args, **kwargs)
 

@@ -2,24 +2,29 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Annotated
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from functree.argument_checks import FLAG, TEXT, Takes, check, is_size, shown
+from functree.argument_checks import TEXT, Flag, Takes, checked, is_size, shown
 from functree.devices.meshes import Device
 from functree.devices.targets import Target, target_devices
 from functree.errors import ShardingError, count, did_you_mean
 
+_DEVICES = Takes("a sequence of devices", lambda value: isinstance(value, Sequence | np.ndarray))
+_FACTORS = Takes("a dict of factors", lambda value: isinstance(value, Mapping))
 
+
+@checked("make_mesh: invalid options (the name of an option cannot name a mesh axis)")
 def make_mesh(
     *,
-    explicit: bool = False,
-    devices: Sequence[Device] | None = None,
-    dcn: Mapping[str, int] | None = None,
-    target: str | None = None,
+    explicit: Flag = False,
+    devices: Annotated[Sequence[Device], _DEVICES] | None = None,
+    dcn: Annotated[Mapping[str, int], _FACTORS] | None = None,
+    target: Annotated[str, TEXT] | None = None,
     **sizes: int,
 ) -> Mesh:
     """Build a mesh of devices with named mesh axes.
@@ -50,13 +55,6 @@ def make_mesh(
         >>> dict(ft.make_mesh(data=2, model=4).shape)
         {'data': 2, 'model': 4}
     """
-    check(
-        "make_mesh: invalid options (the name of an option cannot name a mesh axis)",
-        explicit=(explicit, FLAG),
-        devices=(devices, _DEVICES),
-        dcn=(dcn, _FACTORS),
-        target=(target, TEXT.or_none()),
-    )
     if devices is not None and target is not None:
         raise ShardingError(
             "make_mesh: pass `devices` or `target`, not both, since a target has its own devices"
@@ -80,12 +78,6 @@ def make_mesh(
         # dimensions are split.
         grid = mesh_utils.create_device_mesh(shape, devices=chosen, allow_split_physical_axes=True)
         return Mesh(grid, names, axis_types=types)
-
-
-_DEVICES = Takes(
-    "a sequence of devices", lambda value: isinstance(value, Sequence | np.ndarray)
-).or_none()
-_FACTORS = Takes("a dict of factors", lambda value: isinstance(value, Mapping)).or_none()
 
 
 def _first_devices(

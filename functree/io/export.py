@@ -2,14 +2,14 @@
 
 import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.export
 import numpy as np
 from jax.sharding import NamedSharding
 
-from functree.argument_checks import TEXTS, Takes, check, shown
+from functree.argument_checks import TEXTS, Takes, check, checked, shown
 from functree.calls.program import around
 from functree.calls.signature import Signature
 from functree.devices.placement import is_deleted, refuse_deleted
@@ -192,11 +192,12 @@ def _dtype(array: AnyArray) -> np.dtype:
     return jax.dtypes.canonicalize_dtype(array.dtype)
 
 
+@checked("export: invalid options")
 def export(
     f: Any,
     *args: Any,
-    platforms: Sequence[str] | None = None,
-    symbolic: Collection[str] | Mapping[str, str] | None = None,
+    platforms: Annotated[Sequence[str], TEXTS] | None = None,
+    symbolic: Annotated[Collection[str] | Mapping[str, str], _NAMES] | None = None,
 ) -> Exported:
     """Export a function from `ft.jit`, with the shardings of its arguments and result.
 
@@ -234,11 +235,6 @@ def export(
         raise FunctreeTypeError(
             f"export takes a function from `ft.jit`: write `ft.export(ft.jit({name}), ...)`"
         )
-    check(
-        f"export: invalid options for {name}",
-        platforms=(platforms, TEXTS.or_none()),
-        symbolic=(symbolic, _NAMES.or_none()),
-    )
     if symbolic is not None:
         args = _with_symbols(f, args, symbolic)
     traced = f.trace(*args)

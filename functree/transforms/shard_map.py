@@ -21,7 +21,7 @@ from typing import (
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from functree.argument_checks import FUNCTION, TEXTS, Flag, Takes, checked
+from functree.argument_checks import FUNCTION, TEXTS, Flag, checked
 from functree.calls.body import Arguments, Body
 from functree.calls.call_groups import CallGroup, FlatCall
 from functree.calls.checks import check_mesh
@@ -64,11 +64,6 @@ from functree.tree.arrays import AnyArray
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 Shapes = Literal["global", "local"] | None
-_SHAPES = Takes(
-    '"global", "local" or None',
-    lambda value: value is None or isinstance(value, str),
-    lambda value: value in ("global", "local", None),
-)
 
 
 class MapOptions(NamedTuple):
@@ -419,7 +414,7 @@ def shard_map(
     rules: LayoutLike = None,
     axis_names: Annotated[Collection[str], TEXTS] | None = None,
     check_vma: Flag = True,
-    shapes: Annotated[Shapes, _SHAPES] = "global",
+    shapes: Shapes = "global",
 ) -> Mapped[_P, _T] | Callable[[Callable[_P, _T]], Mapped[_P, _T]]:
     """Run a function on each device, with that device's shards of the arrays.
 

@@ -5,11 +5,11 @@ import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path as FilePath
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Annotated, Self, TypeVar
 
 import jax
 
-from functree.argument_checks import EXTENT, FLAG, FOLDER, SIZE, check
+from functree.argument_checks import EXTENT, FLAG, FOLDER, Size, check, checked
 from functree.devices.meshes import MeshLike
 from functree.errors import CheckpointError, CheckpointFileError, FunctreeError, warn
 from functree.io.checkpoints.engine import is_done
@@ -64,15 +64,13 @@ class Checkpoints:
         40
     """
 
+    @checked("Checkpoints: invalid arguments")
     def __init__(
-        self, folder: str | os.PathLike[str], keep: int | None = 3, every: int | None = None
+        self,
+        folder: Annotated[str | os.PathLike[str], FOLDER],
+        keep: Size | None = 3,
+        every: Size | None = None,
     ):
-        check(
-            "Checkpoints: invalid arguments",
-            folder=(folder, FOLDER),
-            keep=(keep, SIZE.or_none()),
-            every=(every, SIZE.or_none()),
-        )
         self._folder = folder_at(folder)
         self.folder: FilePath = self._folder.path
         self._keep, self._every = keep, every

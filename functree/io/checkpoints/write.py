@@ -7,11 +7,12 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path as FilePath
+from typing import Annotated
 
 import jax
 import numpy as np
 
-from functree.argument_checks import FILE, FLAG, check
+from functree.argument_checks import FILE, Flag, checked
 from functree.errors import CheckpointError, CheckpointFileError, listed
 from functree.io.checkpoints.contents import Contents
 from functree.io.checkpoints.engine import (
@@ -31,12 +32,13 @@ from functree.processes.exchange import text_of_first
 from functree.tree.arrays import Tree
 
 
+@checked("save: invalid arguments")
 def save(
-    path: str | os.PathLike[str],
+    path: Annotated[str | os.PathLike[str], FILE],
     tree: Tree,
     *,
-    verify: bool = True,
-    overwrite: bool = False,
+    verify: Flag = True,
+    overwrite: Flag = False,
     meta: object = None,
 ) -> None:
     """Save the arrays of a tree by path. When `save` returns, the checkpoint is complete.
@@ -84,12 +86,6 @@ def save(
         >>> print(ft.inspect(folder / "model").meta)
         {'tokens': 1000}
     """
-    check(
-        "save: invalid arguments",
-        path=(path, FILE),
-        verify=(verify, FLAG),
-        overwrite=(overwrite, FLAG),
-    )
     writer = CheckpointWriter(folder_at(path), tree, meta, verify=verify, overwrite=overwrite)
     with Agreement(f"{path} cannot be written"):
         writer.finish()

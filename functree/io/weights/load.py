@@ -6,23 +6,23 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path as FilePath
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jax.typing import DTypeLike
 
 from functree.argument_checks import (
-    FLAG,
-    FLOATING,
     LOCAL_FILE,
     LOCAL_FOLDER,
     MAPPING,
     TEXTS,
+    Flag,
+    FloatingDtype,
     Takes,
     check,
     check_tree,
+    checked,
 )
 from functree.devices.meshes import MeshLike
 from functree.devices.placement import sharding_text
@@ -90,15 +90,16 @@ _OF_PUBLISHED = Terms(
 )
 
 
+@checked("load_tensors: invalid arguments")
 def load_tensors(
     files: _File | Iterable[_File],
     like: T,
-    table: Mapping[str, str],
+    table: Annotated[Mapping[str, str], _TABLE],
     layout: LayoutTree = None,
     mesh: MeshLike = None,
     *,
-    left_out: Collection[str] = (),
-    cast: bool = False,
+    left_out: Annotated[Collection[str], TEXTS] = (),
+    cast: Flag = False,
 ) -> T:
     """Load safetensors files into your own tree, using a table of names.
 
@@ -161,13 +162,7 @@ def load_tensors(
     """
     check_tree("load_tensors", like)
     given = _listed(files)
-    check(
-        "load_tensors: invalid arguments",
-        files=(given, _FILES),
-        table=(table, _TABLE),
-        left_out=(left_out, TEXTS),
-        cast=(cast, FLAG),
-    )
+    check("load_tensors: invalid arguments", files=(given, _FILES))
     where = str(given[0]) if len(given) == 1 else f"{given[0]} and {len(given) - 1} more"
     with Agreement(_failure(where)), _reading(where):
         tensors = open_tensors(_opened(given), ALL_DTYPES)
@@ -308,12 +303,13 @@ def _read(where: str, weights: Sequence[Weight], remedy: str) -> list[_Array]:
 # Published models
 
 
+@checked("load_weights: invalid arguments")
 def load_weights(
-    folder: str | FilePath,
+    folder: Annotated[str | FilePath, LOCAL_FOLDER],
     layout: LayoutTree,
     mesh: Mesh | None = None,
     *,
-    param_dtype: DTypeLike | None = None,
+    param_dtype: FloatingDtype | None = None,
     **fields: Any,
 ) -> Transformer:
     """Load a published model from `config.json` and `*.safetensors`.
@@ -357,11 +353,6 @@ def load_weights(
         >>> loaded.blocks.layer.attn.query.shape, loaded.config.layers
         ((2, 8, 4, 2), 2)
     """
-    check(
-        "load_weights: invalid arguments",
-        folder=(folder, LOCAL_FOLDER),
-        param_dtype=(param_dtype, FLOATING.or_none()),
-    )
     if layout is None:
         raise ShardingError(
             "load_weights: the layout is None: pass `ft.P()` to replicate the model"

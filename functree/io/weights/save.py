@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Annotated, Any
 
 import equinox as eqx
 import jax
@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from functree.argument_checks import LOCAL_FOLDER, Takes, check, shown
+from functree.argument_checks import LOCAL_FOLDER, checked, shown
 from functree.devices.specs import of_rank
 from functree.errors import FunctreeError, FunctreeValueError, Problem
 from functree.io.checkpoints.contents import not_saveable
@@ -28,7 +28,7 @@ from functree.layout.plan.make_plan import plan
 from functree.nn.config import TransformerConfig
 from functree.nn.families import CHOSEN, FIELDS, LLAMA_3, families, understood
 from functree.nn.rope import Llama3Rope
-from functree.nn.transformer import Transformer
+from functree.nn.transformer import Model, Transformer
 from functree.processes.agreement import Agreement
 from functree.processes.check_processes import facts_of
 from functree.processes.digest import digests_of
@@ -36,12 +36,12 @@ from functree.transforms.init import abstract
 from functree.tree.arrays import is_array, on_device, with_sharding
 from functree.tree.paths import Keys, Path
 
-_MODEL = Takes("an `ft.nn.Transformer`", lambda value: isinstance(value, Transformer))
 # Larger models are split into several files, as published models are.
 MOST_BYTES = 5 * 10**9
 
 
-def save_weights(folder: str | FilePath, model: Transformer) -> None:
+@checked("save_weights: invalid arguments")
+def save_weights(folder: Annotated[str | FilePath, LOCAL_FOLDER], model: Model) -> None:
     """Write a model in a published format, for `ft.load_weights` and other libraries.
 
     The files belong to the first family that performs the same computation as the model:
@@ -74,7 +74,6 @@ def save_weights(folder: str | FilePath, model: Transformer) -> None:
         >>> sorted(file.name for file in (folder / "weights").iterdir())
         ['config.json', 'model.safetensors']
     """
-    check("save_weights: invalid arguments", folder=(folder, LOCAL_FOLDER), model=(model, _MODEL))
     folder = FilePath(folder)
     failure = f"the model cannot be saved to {folder}"
     leaves = read(model).leaves
