@@ -30,7 +30,7 @@ from jax.tree_util import all_leaves
 from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
-from functree.errors import FunctreeError, FunctreeTypeError, FunctreeValueError, Problem, RuleError
+from functree.errors import FunctreeArgumentError, FunctreeTypeError, Problem, RuleError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -41,35 +41,20 @@ class Takes(NamedTuple):
 
     Attributes:
         text: the description of these values in messages, after "it must be".
-        is_type: the check of a value's type. If it fails, the error is a `TypeError`.
-        is_value: the check of a value whose type is right. If it fails, the error is a
-            `ValueError`.
+        fits: a function that returns whether a parameter accepts a value.
     """
 
     text: str
-    is_type: Callable[[Any], bool]
-    is_value: Callable[[Any], bool] = lambda value: True
-
-    def fits(self, value: object) -> bool:
-        """Return whether a parameter accepts a value."""
-        return self.is_type(value) and self.is_value(value)
+    fits: Callable[[Any], bool]
 
     def or_none(self) -> "Takes":
         """Return a copy that also accepts None."""
-        return Takes(
-            f"{self.text}, or None",
-            lambda value: value is None or self.is_type(value),
-            lambda value: value is None or self.is_value(value),
-        )
+        return Takes(f"{self.text}, or None", lambda value: value is None or self.fits(value))
 
 
 def _is_integer(value: object) -> bool:
     # In Python, a bool is an `int`, but a bool here is a mistake.
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def _is_real(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def is_size(value: Any) -> bool:
@@ -80,27 +65,22 @@ def is_size(value: Any) -> bool:
 def is_number(value: Any) -> bool:
     """Return whether a value is a finite real number within the range of a float."""
     try:
-        return _is_real(value) and math.isfinite(value)
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:
         return False
 
 
-def _is_dtype(value: Any) -> bool:
-    """Return whether a value denotes a dtype in one of the forms that JAX accepts."""
+def is_floating(value: Any) -> bool:
+    """Return whether a value denotes a floating-point dtype in a form that JAX accepts."""
     # NumPy accepts None as float64, and any object with a `dtype`, such as an array.
     if not isinstance(value, str | type | np.dtype | type(jnp.float32)):
         return False
     try:
-        jnp.dtype(value)
+        dtype = jnp.dtype(value)
     # NumPy parses more than names, such as `(3,)f4`, and raises errors of several classes.
     except (TypeError, ValueError, SyntaxError):
         return False
-    return True
-
-
-def is_floating(value: Any) -> bool:
-    """Return whether a value denotes a floating-point dtype in a form that JAX accepts."""
-    return _is_dtype(value) and bool(jnp.issubdtype(jnp.dtype(value), jnp.floating))
+    return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
 def is_name(value: object) -> TypeGuard[str]:
@@ -126,40 +106,37 @@ def is_key(value: object) -> bool:
 
 
 FLAG = Takes("True or False", lambda value: isinstance(value, bool | np.bool_))
-SIZE = Takes("a positive integer", _is_integer, lambda value: value > 0)
-EXTENT = Takes("a non-negative integer", _is_integer, lambda value: value >= 0)
-POSITIVE = Takes("a positive number", _is_real, lambda value: is_number(value) and value > 0)
-FRACTION = Takes("a number from 0 to 1", _is_real, lambda value: 0 <= value <= 1)
-DECAY = Takes("at least 0 and less than 1", _is_real, lambda value: 0 <= value < 1)
-ROOM = Takes("a non-negative number", _is_real, lambda value: is_number(value) and value >= 0)
+SIZE = Takes("a positive integer", is_size)
+EXTENT = Takes("a non-negative integer", lambda value: _is_integer(value) and value >= 0)
+POSITIVE = Takes("a positive number", lambda value: is_number(value) and value > 0)
+FRACTION = Takes("a number from 0 to 1", lambda value: is_number(value) and 0 <= value <= 1)
+DECAY = Takes("at least 0 and less than 1", lambda value: is_number(value) and 0 <= value < 1)
+ROOM = Takes("a non-negative number", lambda value: is_number(value) and value >= 0)
 # A `staticmethod` is callable, but a function that wraps one is bound to instances.
 FUNCTION = Takes(
     "a function", lambda value: callable(value) and not isinstance(value, staticmethod)
 )
-KEY = Takes(
-    "a random key, such as `jax.random.key(0)`",
-    lambda value: isinstance(value, _ARRAYS),
-    is_key,
-)
-FLOATING = Takes("a floating-point dtype, such as `jnp.float32`", _is_dtype, is_floating)
+KEY = Takes("a random key, such as `jax.random.key(0)`", is_key)
+FLOATING = Takes("a floating-point dtype, such as `jnp.float32`", is_floating)
 TEXT = Takes("a string", lambda value: isinstance(value, str))
 
 
-def _is_path(value: object) -> bool:
-    return isinstance(value, str | os.PathLike) and isinstance(os.fspath(value), str)
+def _is_path(value: Any) -> bool:
+    """Return whether a value is a path that the system accepts.
 
-
-def _is_possible_path(value: Any) -> bool:
-    """Return whether the system accepts a path: it is not empty, and has no null character."""
+    Such a path is not empty, and has no null character.
+    """
+    if not isinstance(value, str | os.PathLike):
+        return False
     text = os.fspath(value)
     try:
         os.fsencode(text)
     except UnicodeEncodeError:
         return False  # a lone surrogate
-    return text != "" and "\0" not in text
+    return isinstance(text, str) and text != "" and "\0" not in text
 
 
-FILE = Takes("the path of a file", _is_path, _is_possible_path)
+FILE = Takes("the path of a file", _is_path)
 FOLDER = FILE._replace(text="the path of a folder")
 
 # `Path` turns `gs://` into `gs:/`, so the pattern matches both.
@@ -171,12 +148,12 @@ def _is_local(value: Any) -> bool:
 
     Writing to a URL would create a local folder.
     """
-    return _is_possible_path(value) and _ADDRESS.match(os.fspath(value)) is None
+    return _is_path(value) and _ADDRESS.match(os.fspath(value)) is None
 
 
 _NO_ADDRESS = "not a URL: to copy files to or from a bucket, use the bucket's own tools"
-LOCAL_FILE = FILE._replace(text=f"{FILE.text}, {_NO_ADDRESS}", is_value=_is_local)
-LOCAL_FOLDER = FOLDER._replace(text=f"{FOLDER.text}, {_NO_ADDRESS}", is_value=_is_local)
+LOCAL_FILE = Takes(f"{FILE.text}, {_NO_ADDRESS}", _is_local)
+LOCAL_FOLDER = Takes(f"{FOLDER.text}, {_NO_ADDRESS}", _is_local)
 POSITION = Takes("an integer", _is_integer)
 POSITIONS = Takes(
     "an integer, or a tuple of integers",
@@ -194,9 +171,7 @@ _COLLECTION = Takes(
     "a collection", lambda value: isinstance(value, Collection) and ITERABLE.fits(value)
 )
 SHAPE = Takes(
-    "a tuple of sizes",
-    lambda value: _COLLECTION.fits(value) and all(map(_is_integer, value)),
-    lambda value: all(map(EXTENT.fits, value)),
+    "a tuple of sizes", lambda value: _COLLECTION.fits(value) and all(map(EXTENT.fits, value))
 )
 TEXTS = Takes(
     "a collection of strings", lambda value: _COLLECTION.fits(value) and all(map(TEXT.fits, value))
@@ -245,16 +220,14 @@ def check(headline: str, /, *others: Problem, **given: tuple[object, Takes]) -> 
 
     Args:
         headline: the first line of the error, with the function's name and what failed.
-        *others: further problems with values of the right type.
+        *others: further problems.
         **given: for each parameter, its value and the values that it accepts.
 
     Raises:
-        FunctreeTypeError: if a value has a wrong type. The error lists all wrong values.
-        FunctreeValueError: if all types are right and some values are wrong.
+        FunctreeArgumentError: if a parameter does not accept its value. The error lists all values.
     """
     if found := [*problems(**given), *others]:
-        right_type = all(takes.is_type(value) for value, takes in given.values())
-        raise parameter_error(headline, found, right_type=right_type)
+        raise FunctreeArgumentError(headline, found)
 
 
 def kinds_of(annotated: Callable[..., Any]) -> dict[str, Takes]:
@@ -284,7 +257,7 @@ def kinds_of(annotated: Callable[..., Any]) -> dict[str, Takes]:
 
 def _one_of(names: tuple[str, ...]) -> Takes:
     text = f"one of {', '.join(map(repr, names))}"
-    return Takes(text, TEXT.fits, lambda value: value in names)
+    return Takes(text, lambda value: isinstance(value, str) and value in names)
 
 
 def checked(headline: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -301,7 +274,7 @@ def checked(headline: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         >>> square(0)
         Traceback (most recent call last):
             ...
-        functree.errors.FunctreeValueError: square: invalid arguments
+        functree.errors.FunctreeArgumentError: square: invalid arguments
         <BLANKLINE>
           size=0
               it must be a positive integer
@@ -319,14 +292,6 @@ def checked(headline: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         return with_check
 
     return decorate
-
-
-def parameter_error(
-    headline: str, found: Iterable[Problem] = (), *, right_type: bool
-) -> FunctreeError:
-    """Build a `FunctreeTypeError`, or a `FunctreeValueError` if all values have the right types."""
-    kind = FunctreeValueError if right_type else FunctreeTypeError
-    return kind(headline, found)
 
 
 def check_tree(function: str, tree: object) -> None:

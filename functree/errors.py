@@ -122,6 +122,10 @@ class FunctreeValueError(FunctreeError, ValueError):
     """An error for an argument with a valid type and an invalid value."""
 
 
+class FunctreeArgumentError(FunctreeTypeError, FunctreeValueError):
+    """An error for arguments that their parameters do not accept, because of type or value."""
+
+
 class AxesError(FunctreeError, ValueError):
     """An error for axis names that cannot be parsed, or an annotation that does not fit its leaf.
 

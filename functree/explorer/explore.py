@@ -27,6 +27,9 @@ from functree.tree.arrays import Tree, array_text
 
 _HARDWARE = Takes("an `ft.Hardware`", lambda value: isinstance(value, Hardware))
 _ARGS = Takes("the arguments as a tuple", lambda value: isinstance(value, tuple | list))
+_LAYOUTS = Takes(
+    "a dict from names to layouts", lambda value: MAPPING.fits(value) and len(value) > 0
+)
 
 
 def explore(
@@ -97,7 +100,7 @@ def explore(
         step=(step, FUNCTION),
         args=(args, _ARGS),
         meshes=(meshes, MESHES),
-        layouts=(layouts, MAPPING._replace(is_value=bool, text="a dict from names to layouts")),
+        layouts=(layouts, _LAYOUTS),
         target=(target, TEXT.or_none()),
         hardware=(hardware, _HARDWARE.or_none()),
         progress=(progress, FLAG),

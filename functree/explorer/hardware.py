@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from functree.argument_checks import FRACTION, POSITIVE, Takes, check
+from functree.argument_checks import POSITIVE, Takes, check
 from functree.devices.targets import GPUS, Target
 
 MeshAxes = str | tuple[str, ...]
@@ -20,11 +20,10 @@ def _is_links(value: Any) -> bool:
 
 _LINKS = Takes(
     'a positive number, or a dict of positive numbers by mesh axis, such as `{"data": 4.5e10}`',
-    lambda value: isinstance(value, Mapping) or POSITIVE.is_type(value),
     _is_links,
 )
-_EFFICIENCY = FRACTION._replace(
-    text="a number above 0 and at most 1", is_value=lambda value: 0 < value <= 1
+_EFFICIENCY = Takes(
+    "a number above 0 and at most 1", lambda value: POSITIVE.fits(value) and value <= 1
 )
 
 
@@ -57,7 +56,7 @@ class Hardware:
         ... )
         Traceback (most recent call last):
             ...
-        functree.errors.FunctreeValueError: invalid Hardware
+        functree.errors.FunctreeArgumentError: invalid Hardware
         <BLANKLINE>
           flops=0
               it must be a positive number

@@ -109,7 +109,8 @@ class TransformerConfig:
         >>> dataclasses.replace(config, kv_heads=0)
         Traceback (most recent call last):
             ...
-        functree.errors.FunctreeValueError: TransformerConfig: invalid fields
+        functree.errors.FunctreeArgumentError: TransformerConfig: invalid
+        fields
         ...
     """
 

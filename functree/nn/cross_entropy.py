@@ -164,13 +164,13 @@ def _numbers(shape: tuple[int, ...]) -> Takes:
     """Return the check of an array of booleans or real numbers, not of complex numbers."""
     kinds = (jnp.bool_, jnp.integer, jnp.floating)
 
-    def is_real(value: object) -> bool:
+    def fits(value: object) -> bool:
         if not isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
             return False
-        return any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
+        is_real = any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
+        return is_real and value.shape == shape
 
-    text = f"an array of booleans or real numbers, of shape {shape}"
-    return Takes(text, is_real, lambda array: array.shape == shape)
+    return Takes(f"an array of booleans or real numbers, of shape {shape}", fits)
 
 
 def _on_batches(

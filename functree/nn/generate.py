@@ -46,7 +46,9 @@ _PROMPTS = Takes(
     "an array of integers of shape (batch, seq), with at least one token",
     lambda x: is_integers(x) and x.ndim == 2 and x.size > 0,
 )
-_PAD = Takes("an integer that fits in int32", POSITION.fits, lambda pad: -(2**31) <= pad < 2**31)
+_PAD = Takes(
+    "an integer that fits in int32", lambda pad: POSITION.fits(pad) and -(2**31) <= pad < 2**31
+)
 _STOP = Takes("a token, or several tokens", POSITIONS.fits)
 # The minimum padded length of prompts. Lengths of 1, 2, 4 and 8 would need separate programs.
 _LEAST = 16

@@ -30,8 +30,7 @@ Sizes = Annotated[
     int | tuple[int, ...],
     Takes(
         "a positive integer, or a tuple of positive integers",
-        lambda size: all(map(SIZE.is_type, _as_tuple(size))),
-        lambda size: len(_as_tuple(size)) > 0 and all(map(SIZE.is_value, _as_tuple(size))),
+        lambda size: len(_as_tuple(size)) > 0 and all(map(SIZE.fits, _as_tuple(size))),
     ),
 ]
 

@@ -385,8 +385,7 @@ Model = Annotated[
 ]
 TOKENS = Takes(
     "an array of integers with a sequence dimension and at least one token",
-    lambda x: is_integers(x) and x.ndim > 0,
-    lambda x: x.size > 0,
+    lambda x: is_integers(x) and x.ndim > 0 and x.size > 0,
 )
 _HEADLINE = "Transformer: invalid inputs"
 
@@ -427,7 +426,7 @@ def check_tokens(
 def integers(*shapes: tuple[int, ...]) -> Takes:
     """Return the check of an integer array with one of some shapes."""
     text = f"integers of shape {' or '.join(map(str, dict.fromkeys(shapes)))}"
-    return Takes(text, is_integers, lambda array: array.shape in shapes)
+    return Takes(text, lambda value: is_integers(value) and value.shape in shapes)
 
 
 def check_cache(model: Transformer, tokens: Tokens, cache: Cache) -> None:
@@ -435,8 +434,7 @@ def check_cache(model: Transformer, tokens: Tokens, cache: Cache) -> None:
     fitting = Takes(
         "an `ft.nn.Cache` for the model's layers, heads and compute_dtype, as "
         "`ft.nn.Cache.create(model, ...)` creates it",
-        lambda value: isinstance(value, Cache),
-        lambda value: value.fits(model),
+        lambda value: isinstance(value, Cache) and value.fits(model),
     )
     check(_HEADLINE, cache=(cache, fitting))
     rows = cache.filled.shape[0]

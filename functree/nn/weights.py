@@ -118,8 +118,7 @@ DotGeneral = Annotated[
     Callable[..., Array],
     Takes(
         "a hashable function that takes the arguments of `jax.lax.dot_general`",
-        FUNCTION.fits,
-        is_hashable,
+        lambda value: FUNCTION.fits(value) and is_hashable(value),
     ),
 ]
 """A function that multiplies activations by weights. It takes the arguments of

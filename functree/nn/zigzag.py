@@ -14,8 +14,7 @@ from functree.nn.activations import entries_of, explicit_mesh
 
 _TOKENS = Takes(
     "an array with dimensions for the batch and the sequence",
-    lambda x: isinstance(x, np.ndarray | jax.Array),
-    lambda x: x.ndim > 1 and x.size > 0,
+    lambda x: isinstance(x, np.ndarray | jax.Array) and x.ndim > 1 and x.size > 0,
 )
 
 

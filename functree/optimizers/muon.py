@@ -117,8 +117,10 @@ def muon(
 _SIGNATURE = inspect.signature(optax.contrib.muon)
 _RATE = Takes(
     "a number, or a schedule",
-    lambda value: callable(value) or is_number(value) or getattr(value, "shape", None) == (),
-    lambda value: not isinstance(value, jax.ShapeDtypeStruct),
+    lambda value: (
+        not isinstance(value, jax.ShapeDtypeStruct)
+        and (callable(value) or is_number(value) or getattr(value, "shape", None) == ())
+    ),
 )
 
 

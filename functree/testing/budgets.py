@@ -6,13 +6,19 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from functree.argument_checks import EXTENT, LOCAL_FILE, check, parameter_error, shown
+from functree.argument_checks import EXTENT, LOCAL_FILE, check, shown
 from functree.compiled.collective import Collective
 from functree.compiled.data_flow import KINDS
 from functree.compiled.ledger import Ledger
 from functree.compiled.table import rows_of_parameters
 from functree.devices.specs import spec_text
-from functree.errors import FunctreeTypeError, FunctreeValueError, count, did_you_mean
+from functree.errors import (
+    FunctreeArgumentError,
+    FunctreeTypeError,
+    FunctreeValueError,
+    count,
+    did_you_mean,
+)
 from functree.layout.plan.plan import Plan
 from functree.layout.plan.text import groups_of
 from functree.report.table import bytes_text
@@ -297,10 +303,9 @@ def _budgets(at_most: Any, ledger: Ledger) -> dict[_Kind, int]:
     if isinstance(at_most, Mapping):
         budgets = {_kind(one, ledger): size for one, size in at_most.items()}
     if not all(map(EXTENT.fits, budgets.values())):
-        raise parameter_error(
+        raise FunctreeArgumentError(
             f"at_most={shown(at_most)}: pass a number of bytes, or a dict that maps kinds to "
-            "numbers of bytes",
-            right_type=all(map(EXTENT.is_type, budgets.values())),
+            "numbers of bytes"
         )
     return budgets
 

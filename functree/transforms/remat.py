@@ -10,8 +10,8 @@ from typing import Any
 import jax
 from jax.extend.core import Primitive
 
-from functree.argument_checks import TEXTS, Takes, check, parameter_error
-from functree.errors import FunctreeValueError, Problem, count, did_you_mean
+from functree.argument_checks import TEXTS, Takes, check
+from functree.errors import FunctreeArgumentError, FunctreeValueError, Problem, count, did_you_mean
 from functree.tree.arrays import Tree
 from functree.tree.jaxprs import AnyJaxpr, all_equations
 from functree.tree.skeleton.static_value import is_hashable
@@ -30,15 +30,16 @@ _POLICIES: dict[str, Policy] = {
 }
 
 
-def _is_policy(value: object) -> bool:
+def _is_remat(value: object) -> bool:
+    if isinstance(value, str):
+        return value in _POLICIES
     # A class is callable, but not a policy.
-    return callable(value) and not isinstance(value, type) and is_hashable(value)
+    is_policy = callable(value) and not isinstance(value, type) and is_hashable(value)
+    return value is None or is_policy
 
 
 REMAT = Takes(
-    'None, "full", "dots", `ft.offload("name")` or one of `jax.checkpoint_policies`',
-    lambda value: value is None or isinstance(value, str) or _is_policy(value),
-    lambda value: not isinstance(value, str) or value in _POLICIES,
+    'None, "full", "dots", `ft.offload("name")` or one of `jax.checkpoint_policies`', _is_remat
 )
 
 
@@ -163,9 +164,7 @@ def remat_policy(remat: Remat) -> Policy | None:
         True
     """
     if not REMAT.fits(remat):
-        raise parameter_error(
-            f"invalid remat={remat!r}: use {REMAT.text}", right_type=REMAT.is_type(remat)
-        )
+        raise FunctreeArgumentError(f"invalid remat={remat!r}: use {REMAT.text}")
     if isinstance(remat, str):
         return _POLICIES[remat]
     return remat

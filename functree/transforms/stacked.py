@@ -6,14 +6,25 @@ Layers of equal structure ─► one module with stacked arrays.
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Generic, TypeVar, overload
+from typing import Annotated, Any, Generic, TypeVar, overload
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PRNGKeyArray
 
-from functree.argument_checks import FLAG, FUNCTION, KEY, POSITIONS, SIZE, Takes, check
+from functree.argument_checks import (
+    FLAG,
+    FUNCTION,
+    KEY,
+    POSITIONS,
+    SIZE,
+    Flag,
+    Size,
+    Takes,
+    check,
+    checked,
+)
 from functree.errors import AxesError, FunctreeValueError, count
 from functree.layout.plan.notebook import ShownByPlan
 from functree.transforms.compiled_once import compiled_once
@@ -35,6 +46,15 @@ from functree.tree.skeleton.skeleton import Skeleton
 T = TypeVar("T")
 X = TypeVar("X")
 S = TypeVar("S")
+
+STATE = Takes("an `ft.State`", lambda value: isinstance(value, StateMapping)).or_none()
+EACH = Takes(
+    'a dict of keyword arguments for the layers, such as `{"key": keys}`, without `state`',
+    lambda value: isinstance(value, Mapping) and "state" not in value,
+)
+UNROLL = Takes(
+    "a positive integer, True or False", lambda value: FLAG.fits(value) or SIZE.fits(value)
+)
 
 
 class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
@@ -111,17 +131,18 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
         """
         return self.scan(x, *args, state=state)
 
+    @checked("Stacked.scan: invalid arguments")
     def scan(
         self,
         x: Tree,
         *args: Tree,
-        each: Mapping[str, Tree] | None = None,
-        collect: bool = False,
+        each: Annotated[Mapping[str, Tree], EACH] | None = None,
+        collect: Flag = False,
         remat: Remat = None,
-        unroll: int | bool = 1,
-        state: Tree = None,
-        microbatches: int | None = None,
-        divided: Sequence[int] = (),
+        unroll: Annotated[int | bool, UNROLL] = 1,
+        state: Annotated[Tree, STATE] = None,
+        microbatches: Size | None = None,
+        divided: Annotated[int | Sequence[int], POSITIONS] = (),
     ) -> Tree:
         """Apply the layers to `x` in order, with options for each layer's inputs and outputs.
 
@@ -182,15 +203,6 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
             >>> layers.scan(jnp.ones((5, 4)), each=each).shape
             (5, 4)
         """
-        check(
-            "Stacked.scan: invalid arguments",
-            each=(each, EACH),
-            collect=(collect, FLAG),
-            unroll=(unroll, FLAG if isinstance(unroll, bool) else SIZE),
-            state=(state, STATE),
-            microbatches=(microbatches, SIZE.or_none()),
-            divided=(divided, POSITIONS),
-        )
         remat_policy(remat)  # raises an error if `remat` is invalid
         return _scanned(
             self,
@@ -338,15 +350,6 @@ def _check_result(layer: Tree, result: Tree, collect: bool, state: Tree) -> None
             f"Stacked.scan: with these options, {type(layer).__name__} must return "
             f"`({', '.join(wanted)})`"
         )
-
-
-STATE = Takes("an `ft.State`", lambda value: isinstance(value, StateMapping)).or_none()
-
-
-EACH = Takes(
-    'a dict of keyword arguments for the layers, such as `{"key": keys}`, without `state`',
-    lambda value: isinstance(value, Mapping) and "state" not in value,
-).or_none()
 
 
 def _divided_arguments(divided: int | Sequence[int], args: Sequence[Tree]) -> tuple[int, ...]:

@@ -64,8 +64,7 @@ _Array = jax.Array | np.ndarray | np.generic
 _File = str | os.PathLike[str]
 _FILES = Takes(
     f"the path of a folder, a list of files, or {LOCAL_FILE.text}",
-    lambda value: isinstance(value, list) and all(map(LOCAL_FILE.is_type, value)),
-    lambda value: len(value) > 0 and all(map(LOCAL_FILE.is_value, value)),
+    lambda value: isinstance(value, list) and len(value) > 0 and all(map(LOCAL_FILE.fits, value)),
 )
 _TABLE = Takes(
     "a mapping from paths to names",

@@ -36,8 +36,7 @@ Implementation = Annotated[
     Takes(
         f"one of {', '.join(map(repr, _NAMES))}, or a function that takes the arguments of "
         "`jax.nn.dot_product_attention`",
-        lambda value: callable(value) or isinstance(value, str),
-        lambda value: callable(value) or value in _NAMES,
+        lambda value: callable(value) or (isinstance(value, str) and value in _NAMES),
     ),
 ]
 """The name of an implementation of attention, or a function that takes the arguments of

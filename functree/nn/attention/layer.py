@@ -53,8 +53,7 @@ QKNorm = Annotated[
     bool | Literal["all"],
     Takes(
         "True, False or 'all'",
-        lambda value: FLAG.is_type(value) or isinstance(value, str),
-        lambda value: FLAG.is_type(value) or value == "all",
+        lambda value: FLAG.fits(value) or (isinstance(value, str) and value == "all"),
     ),
 ]
 """Whether queries and keys are normalized: `True` for each head separately, `"all"` for all heads
