@@ -13,18 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PRNGKeyArray
 
-from functree.argument_checks import (
-    FLAG,
-    FUNCTION,
-    KEY,
-    POSITIONS,
-    SIZE,
-    Flag,
-    Size,
-    Takes,
-    check,
-    checked,
-)
+from functree.argument_checks import FUNCTION, POSITIONS, Flag, Key, Size, Takes, checked, is_size
 from functree.errors import AxesError, FunctreeValueError, count
 from functree.layout.plan.notebook import ShownByPlan
 from functree.transforms.compiled_once import compiled_once
@@ -53,7 +42,7 @@ EACH = Takes(
     lambda value: isinstance(value, Mapping) and "state" not in value,
 )
 UNROLL = Takes(
-    "a positive integer, True or False", lambda value: FLAG.fits(value) or SIZE.fits(value)
+    "a positive integer, True or False", lambda value: isinstance(value, bool) or is_size(value)
 )
 
 
@@ -386,8 +375,9 @@ def _check_same_type(layer: Tree, x: Tree, y: Tree) -> None:
         )
 
 
+@checked("stack: invalid arguments")
 def stack(
-    make: Callable[[PRNGKeyArray], T], n: int, key: PRNGKeyArray, axis: str = "layers"
+    make: Annotated[Callable[[PRNGKeyArray], T], FUNCTION], n: Size, key: Key, axis: str = "layers"
 ) -> Stacked[T]:
     """Create `n` layers as one module, each layer from its own key.
 
@@ -410,7 +400,6 @@ def stack(
         >>> layers.layer.scale.shape
         (3, 4)
     """
-    check("stack: invalid arguments", make=(make, FUNCTION), n=(n, SIZE), key=(key, KEY))
     return Stacked(eqx.filter_vmap(make)(jax.random.split(key, n)), axis)
 
 
