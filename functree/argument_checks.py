@@ -6,7 +6,7 @@ import math
 import os
 import re
 import reprlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from numbers import Real
 from types import UnionType
 from typing import (
@@ -196,25 +196,6 @@ def shown(value: object) -> str:
     return value.__name__ if isinstance(value, type) else reprlib.repr(value)
 
 
-def problems(**given: tuple[object, Takes]) -> Iterator[Problem]:
-    """Yield a problem for each value that its parameter does not accept.
-
-    Examples:
-        >>> from functree.argument_checks import SIZE, problems
-        >>> [
-        ...     (problem.what, problem.why)
-        ...     for problem in problems(embed=(8, SIZE), heads=(0, SIZE))
-        ... ]
-        [('heads=0', 'it must be a positive integer')]
-    """
-    for name, (value, takes) in given.items():
-        if not takes.fits(value):
-            remedy = ""
-            if isinstance(value, staticmethod | classmethod | property):
-                remedy = f"put `@{type(value).__name__}` above functree's decorators"
-            yield Problem(None, None, f"{name}={shown(value)}", f"it must be {takes.text}", remedy)
-
-
 def check(headline: str, /, *others: Problem, **given: tuple[object, Takes]) -> None:
     """Raise an error that lists the arguments with invalid values.
 
@@ -226,8 +207,16 @@ def check(headline: str, /, *others: Problem, **given: tuple[object, Takes]) -> 
     Raises:
         FunctreeArgumentError: if a parameter does not accept its value. The error lists all values.
     """
-    if found := [*problems(**given), *others]:
-        raise FunctreeArgumentError(headline, found)
+    found: list[Problem] = []
+    for name, (value, takes) in given.items():
+        if not takes.fits(value):
+            remedy = ""
+            if isinstance(value, staticmethod | classmethod | property):
+                remedy = f"put `@{type(value).__name__}` above functree's decorators"
+            why = f"it must be {takes.text}"
+            found.append(Problem(None, None, f"{name}={shown(value)}", why, remedy))
+    if found or others:
+        raise FunctreeArgumentError(headline, [*found, *others])
 
 
 def kinds_of(annotated: Callable[..., Any]) -> dict[str, Takes]:

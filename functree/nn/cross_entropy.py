@@ -32,6 +32,7 @@ from functree.nn.activations import (
     specs_of,
 )
 from functree.nn.attention.layer import Positions, Segments
+from functree.nn.attention.mask import chunk_of
 from functree.nn.transformer import (
     TOKENS,
     Head,
@@ -299,8 +300,8 @@ def _of_chunks(
     head, x = given
 
     def add(total: Array, i: Int[Array, ""]) -> tuple[Array, None]:
-        own, tokens = _chunk(weights, i, chunk, -1), _chunk(targets, i, chunk, -1)
-        return total + _of_chunk((head, _chunk(x, i, chunk, -2)), tokens, own, z_loss), None
+        own, tokens = chunk_of(weights, i, chunk, -1), chunk_of(targets, i, chunk, -1)
+        return total + _of_chunk((head, chunk_of(x, i, chunk, -2)), tokens, own, z_loss), None
 
     # The start is derived from `weights`: inside the `shard_map`, a sum over a device's own batches
     # varies between devices, and the carry of a scan needs that type from the start.
@@ -329,9 +330,9 @@ def _forward(
 
     def add(carry: tuple[Array, Tree], i: Int[Array, ""]) -> tuple[tuple[Array, Tree], Array]:
         total, d_head = carry
-        own, tokens = _chunk(weights, i, chunk, -1), _chunk(targets, i, chunk, -1)
+        own, tokens = chunk_of(weights, i, chunk, -1), chunk_of(targets, i, chunk, -1)
         value_and_grad = eqx.filter_value_and_grad(_of_chunk)
-        value, (more, d_x) = value_and_grad((head, _chunk(x, i, chunk, -2)), tokens, own, z_loss)
+        value, (more, d_x) = value_and_grad((head, chunk_of(x, i, chunk, -2)), tokens, own, z_loss)
         d_head = jax.tree.map(lambda total, new: total + new.astype(total.dtype), d_head, more)
         return (total + value, d_head), d_x
 
@@ -354,8 +355,3 @@ def _backward(
     return jax.tree.map(
         lambda d, w: (cotangent * d.astype(cotangent.dtype)).astype(w.dtype), gradient, like
     )
-
-
-def _chunk(x: Array, i: Int[Array, ""], size: int, axis: int) -> Array:
-    """Return chunk `i` along a dimension."""
-    return jax.lax.dynamic_slice_in_dim(x, i * size, size, axis)

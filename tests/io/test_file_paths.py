@@ -134,9 +134,8 @@ def test_an_address_is_no_folder_of_such_a_name(
 @pytest.mark.parametrize("what", NONSENSE)
 def test_nonsense(what: str, door: str, tmp_path: Path, model: ft.nn.Transformer) -> None:
     run, _ = DOORS[door]
-    with raises("it must be the path of a") as caught:
+    with raises("it must be the path of a"):
         run(NONSENSE[what](tmp_path), model)
-    assert isinstance(caught.value, TypeError if what == "bytes" else ValueError)
 
 
 @contextmanager

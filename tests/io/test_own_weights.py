@@ -329,8 +329,6 @@ ALL = ["l.*", "qkv", "big", "[se]*"]
 CORRECT = "correct the name in `table` (`.T` transposes the tensor), or the shape in `like`"
 PARTS = "write `[0/3]` for the first of 3 parts, or `[0:2/4]` for the first two of 4"
 CAST = "pass `cast=True` to convert the tensor to f32"
-NUMBERS = 'name the numbers in the pattern, as in `"blocks.{i}.{j}.w": "layers.{2*i+j}.w"`'
-NO_ARITHMETIC = "`{}` is not integer arithmetic with `layer`, `expert` and the pattern's numbers"
 NO_PARTS = "the range is empty, or exceeds the 3 parts, which are numbered from 0"
 # A table and what is left out, for `x.0` and `x.1` (8, 4) ─► where something is wrong, what, and what
 # to do.
@@ -374,7 +372,7 @@ REFUSED: dict[str, tuple[dict[str, str], list[str], list[tuple[str, str, str]]]]
     ),
     "a number that the pattern lacks": (
         {"x.{i}": "l.{2*j}.w"}, ALL,
-        [('"x.{i}": "l.{2*j}.w"', NO_ARITHMETIC.format("{2*j}"), NUMBERS)],
+        [("x.0, x.1", "the files have no `l.{2*j}.w`", CORRECT)],
     ),
     "a division by zero": (
         {"x.{i}": "l.{1//i}.w"}, ALL,

@@ -329,21 +329,13 @@ def test_what_does_not_go_with_a_cache() -> None:
 
 
 FLOATS, SHORT = np.zeros((2, 9)), np.zeros((2, 8), int)
-# positions, segments: the kind of error, which is that of a type if any is of a wrong type
-WRONG_TOKENS: list[tuple[Any, Any, type[Exception]]] = [
-    (SHORT, None, ValueError),
-    (None, SHORT, ValueError),
-    (FLOATS, None, TypeError),
-    (FLOATS, SHORT, TypeError),
-    (SHORT, FLOATS, TypeError),
-]
 
 
-@pytest.mark.parametrize(("positions", "segments", "error"), WRONG_TOKENS)
-def test_positions_and_segments_that_do_not_fit(
-    positions: Any, segments: Any, error: type[Exception]
-) -> None:
-    with raises("it must be integers of shape (2, 9)", error=error) as caught:
+@pytest.mark.parametrize(
+    ("positions", "segments"), [(SHORT, None), (None, SHORT), (FLOATS, None), (SHORT, FLOATS)]
+)
+def test_positions_and_segments_that_do_not_fit(positions: Any, segments: Any) -> None:
+    with raises("it must be integers of shape (2, 9)") as caught:
         model("llama")(PROMPTS, positions, segments)
     given = {"positions": positions, "segments": segments}
     assert [one.what.partition("=")[0] for one in caught.value.problems] == [

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
 import functree as ft
-from functree.errors import AxesError, FunctreeTypeError, FunctreeValueError
+from functree.errors import AxesError, FunctreeValueError
 from functree.transforms.remat import offload, remat_policy
 from functree.transforms.stacked import Stacked, stack
 
@@ -519,7 +519,6 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
 CLASSES: dict[str, type[Exception]] = {
     "index below": IndexError,
     "the axis is no identifier": AxesError,
-    "the state": FunctreeTypeError,
 }
 
 

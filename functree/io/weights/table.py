@@ -112,19 +112,14 @@ _OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
 def _filled(place: re.Match[str], numbers: Mapping[str, int]) -> str:
     """Compute an expression in braces.
 
-    If the expression contains unknown names, or divides by zero, only the known names are replaced,
-    and the braces are kept. No tensor has such a name.
-
-    Raises:
-        SyntaxError: if the expression cannot be parsed.
-        ValueError: if the expression is not integer arithmetic with `+`, `-`, `*`, `//` and `%`.
+    If the expression is not integer arithmetic with known names and `+`, `-`, `*`, `//` and `%`, or
+    divides by zero, only the known names are replaced, and the braces are kept. No tensor has such
+    a name.
     """
     expression = _NAME.sub(lambda name: str(numbers.get(name[0], name[0])), place[1])
-    if _NAME.search(expression):
-        return f"{{{expression}}}"
     try:
         return str(_computed(ast.parse(expression.strip(), mode="eval").body))
-    except ZeroDivisionError:
+    except (ZeroDivisionError, SyntaxError, ValueError):
         return f"{{{expression}}}"
 
 
@@ -205,22 +200,6 @@ class _Row(NamedTuple):
             why = f"the range is empty, or exceeds the {part.of} parts, which are numbered from 0"
             remedy = "write `[0/3]` for the first of 3 parts, or `[0:2/4]` for the first two of 4"
             yield self.problem(why, remedy)
-        numbers = dict.fromkeys([*self.numbers, *_PLACES], 1)
-        for place in _NUMBER.finditer(self.name):
-            try:
-                is_arithmetic = not _NAME.search(_filled(place, numbers))
-            except (SyntaxError, ValueError):
-                is_arithmetic = False
-            if not is_arithmetic:
-                why = (
-                    f"`{place[0]}` is not integer arithmetic with `layer`, `expert` and the "
-                    "pattern's numbers"
-                )
-                remedy = (
-                    "name the numbers in the pattern, as in "
-                    '`"blocks.{i}.{j}.w": "layers.{2*i+j}.w"`'
-                )
-                yield self.problem(why, remedy)
 
     def name_at(self, path: str) -> str | None:
         """Return the name for the `match_text` of a path, or None if the pattern does not match."""
@@ -265,7 +244,6 @@ def names_of(
         RuleError: if a pattern is not a glob.
         FunctreeValueError: if a name and its pattern have different numbers of wildcards.
         FunctreeValueError: if the range of parts in a name is invalid.
-        FunctreeValueError: if an expression in a name cannot be computed.
     """
     rows = [_Row.of(pattern, name) for pattern, name in table.items()]
     if problems := [problem for row in rows for problem in row.problems()]:

@@ -1,6 +1,6 @@
 """A mask determines which keys each query attends to, from positions, segments and a window."""
 
-import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import equinox as eqx
@@ -106,23 +106,25 @@ class Mask(eqx.Module):
 
     def chunk(self, i: Index, j: Index, size: int) -> "Mask":
         """Return the mask of chunk `i` of the queries and chunk `j` of the keys."""
-        return dataclasses.replace(
-            self,
-            query_positions=chunk_of(self.query_positions, i, size, 1),
-            key_positions=chunk_of(self.key_positions, j, size, 1),
-            query_segments=_chunk(self.query_segments, i, size),
-            key_segments=_chunk(self.key_segments, j, size),
+        return self._changed(
+            lambda of_queries: chunk_of(of_queries, i, size, 1),
+            lambda of_keys: chunk_of(of_keys, j, size, 1),
         )
 
     def padded(self, queries: int, keys: int) -> "Mask":
         """Add padding, which has position -1, at the end of the mask."""
-        return dataclasses.replace(
-            self,
-            query_positions=padded(self.query_positions, queries, 1, -1),
-            key_positions=padded(self.key_positions, keys, 1, -1),
-            query_segments=_padded(self.query_segments, queries),
-            key_segments=_padded(self.key_segments, keys),
+        return self._changed(
+            lambda of_queries: padded(of_queries, queries, 1, -1),
+            lambda of_keys: padded(of_keys, keys, 1, -1),
         )
+
+    def _changed(
+        self, of_queries: Callable[[Array], Array], of_keys: Callable[[Array], Array]
+    ) -> "Mask":
+        """Apply functions to the positions and segments of the queries and of the keys."""
+        queries = jax.tree.map(of_queries, (self.query_positions, self.query_segments))
+        keys = jax.tree.map(of_keys, (self.key_positions, self.key_segments))
+        return Mask(queries[0], keys[0], queries[1], keys[1], self.window)
 
 
 def in_order(number: int, first: Index = 0) -> Int[Array, "1 tokens"]:
@@ -136,10 +138,6 @@ def in_order(number: int, first: Index = 0) -> Int[Array, "1 tokens"]:
     return jnp.arange(number, dtype=jnp.int32)[None] + first
 
 
-def _chunk(x: Array | None, i: Index, size: int) -> Array | None:
-    return None if x is None else chunk_of(x, i, size, 1)
-
-
 def chunk_of(x: Array, i: Index, size: int, axis: int) -> Array:
     """Return chunk `i` along a dimension.
 
@@ -149,10 +147,6 @@ def chunk_of(x: Array, i: Index, size: int, axis: int) -> Array:
         Array([2, 3], dtype=int32)
     """
     return jax.lax.dynamic_slice_in_dim(x, i * size, size, axis)
-
-
-def _padded(x: Array | None, more: int) -> Array | None:
-    return None if x is None else padded(x, more, 1, -1)
 
 
 def padded(x: Array, more: int, axis: int, value: int = 0) -> Array:
