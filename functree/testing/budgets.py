@@ -6,14 +6,13 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from functree.argument_checks import EXTENT, LOCAL_FILE, check, shown
+from functree.argument_checks import EXTENT, ITERABLE, LOCAL_FILE, Takes, check, shown
 from functree.compiled.collective import Collective
 from functree.compiled.data_flow import KINDS
 from functree.compiled.ledger import Ledger
 from functree.compiled.table import rows_of_parameters
 from functree.devices.specs import spec_text
 from functree.errors import (
-    FunctreeArgumentError,
     FunctreeTypeError,
     FunctreeValueError,
     count,
@@ -33,6 +32,17 @@ SHOWN = 10
 UPDATE = "FUNCTREE_UPDATE_GOLDEN"
 """The name of the environment variable that makes `assert_layout` write golden files."""
 
+_KINDS = ITERABLE._replace(text="a set of kinds, such as `{'all-reduce'}`")
+
+
+def _numbers(at_most: Any) -> Collection[Any]:
+    return at_most.values() if isinstance(at_most, Mapping) else [at_most]
+
+
+_BYTES = Takes(
+    "a number of bytes, or a dict that maps kinds to numbers of bytes",
+    lambda value: all(map(EXTENT.fits, _numbers(value))),
+)
 
 # Layouts
 
@@ -163,6 +173,11 @@ def assert_collectives(
         AssertionError: the program has collectives that are not allowed
           all-reduce over model, 2 KiB: w, x
     """
+    check(
+        "assert_collectives: invalid arguments",
+        allow=(allow, _KINDS.or_none()),
+        at_most=(at_most, _BYTES.or_none()),
+    )
     found = _ledger_of(ledger)
     # A part that could not be read may contain any collective, and a loop of unknown length may
     # move any number of bytes. Ignoring them would make the assertion meaningless.
@@ -170,8 +185,14 @@ def assert_collectives(
         raise AssertionError(
             "\n  ".join(["the program cannot be compared with a budget:", *found.not_understood])
         )
-    # Both arguments are checked first, so that another failure does not hide a misspelled kind.
-    allowed, budgets = _allowed(allow, found), _budgets(at_most, found)
+    # All kinds are parsed first, so that another failure does not hide a misspelled kind.
+    allowed, budgets = [_Kind()], dict[_Kind, int]()
+    if allow is not None:
+        allowed = [_kind(one, found) for one in allow]
+    if isinstance(at_most, Mapping):
+        budgets = {_kind(one, found): size for one, size in at_most.items()}
+    elif at_most is not None:
+        budgets = {_Kind(): at_most}
     others = [one for one in found.collectives if not any(kind.covers(one) for kind in allowed)]
     if others:
         raise AssertionError(f"the program has collectives that are not allowed\n{_listed(others)}")
@@ -268,12 +289,8 @@ def _kind(written: object, ledger: Ledger) -> _Kind:
         )
     if axes is None:
         return _Kind(str(name))
-    if isinstance(axes, str):
+    if not isinstance(axes, tuple | list):
         axes = (axes,)
-    if not isinstance(axes, tuple | list) or not all(isinstance(one, str) for one in axes):
-        raise FunctreeTypeError(
-            f"{shown(written)}: write mesh axes as strings, such as ('all-reduce', 'model')"
-        )
     for axis in axes:
         if axis not in ledger.sizes:
             known = ", ".join(ledger.sizes) or "none"
@@ -282,32 +299,6 @@ def _kind(written: object, ledger: Ledger) -> _Kind:
                 f"{did_you_mean(axis, ledger.sizes)}"
             )
     return _Kind(str(name), tuple(axes))
-
-
-def _allowed(allow: object, ledger: Ledger) -> list[_Kind]:
-    if allow is None:
-        return [_Kind()]
-    # A string is a collection of letters.
-    if not isinstance(allow, Collection) or isinstance(allow, str | bytes):
-        raise FunctreeTypeError(
-            f"allow={shown(allow)}: pass a set of kinds, such as `{{'all-reduce'}}`"
-        )
-    return [_kind(one, ledger) for one in allow]
-
-
-def _budgets(at_most: Any, ledger: Ledger) -> dict[_Kind, int]:
-    """Return the budget of each kind in bytes."""
-    if at_most is None:
-        return {}
-    budgets = {_Kind(): at_most}
-    if isinstance(at_most, Mapping):
-        budgets = {_kind(one, ledger): size for one, size in at_most.items()}
-    if not all(map(EXTENT.fits, budgets.values())):
-        raise FunctreeArgumentError(
-            f"at_most={shown(at_most)}: pass a number of bytes, or a dict that maps kinds to "
-            "numbers of bytes"
-        )
-    return budgets
 
 
 def _listed(moved: Collection[Collective]) -> str:
