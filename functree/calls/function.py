@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 import jax
 from jax.core import Tracer
-from jax.sharding import Mesh
 
 from functree.calls.call_groups import FlatCall, Traces, traces_of
 from functree.calls.checks import check_call
@@ -126,9 +125,14 @@ class Function(Generic[_P, _T]):
         self._log.clear()
         self._used.clear()
 
-    def on_mesh(self, mesh: Mesh) -> Self:
-        """Return this function with a mesh that replaces the function's own mesh, if any."""
-        return type(self).of(self.__wrapped__, self._options._replace(mesh=mesh))
+    def changed(self, fun: Callable[_P, _T] | None = None, **options: Any) -> Self:
+        """Return a function with some options changed.
+
+        Args:
+            fun: the same function, if it is bound to different arguments.
+            **options: the changed options.
+        """
+        return self.of(self.__wrapped__ if fun is None else fun, self._options._replace(**options))
 
     @overload
     def __get__(self, instance: None, owner: type | None = None) -> Self: ...

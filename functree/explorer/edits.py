@@ -214,7 +214,7 @@ class Edits:
             return
         mesh = first_mesh(self._call.arrays)
         if mesh is not None:
-            fn = fn.changed(fn.__wrapped__, mesh=mesh)
+            fn = fn.changed(mesh=mesh)
         given = self._for_rules(fn)
         tables: dict[AxisRules, None] = {}
         for layout in tree_leaves(fn.layouts, is_leaf=is_layout):
@@ -266,7 +266,7 @@ class Edits:
         def lower() -> Lowered:
             options = tree_map(relaid, fn.layouts, is_leaf=is_layout)
             args, kwargs = given
-            traced = fn.changed(fn.__wrapped__, **options).trace(*args, **kwargs)
+            traced = fn.changed(**options).trace(*args, **kwargs)
             _, arrays = traced.of_arrays()
             for i in self._data:
                 if not _lies_as(arrays[i], self._call.arrays[i]):

@@ -154,7 +154,7 @@ class Both:
             device = np.reshape(mesh.devices.flat[0], (1,) * mesh.devices.ndim)
             single = Mesh(device, mesh.axis_names, axis_types=mesh.axis_types)
             _, on_device = _sharded(plain, args, layouts, single)
-            return cls(sharded.on_mesh(single), on_device, sharded, on_mesh)
+            return cls(sharded.changed(mesh=single), on_device, sharded, on_mesh)
         on_device = _copies(tuple(args), repeat(jax.devices()[0]))
         # No rules and no mesh, since a wrong constraint would otherwise be in both programs.
         return cls(jit(plain), on_device, sharded, on_mesh)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 from jax.core import Tracer
@@ -122,15 +122,6 @@ class Jit(Function[_P, _T]):
         """The options that are layouts, by name."""
         names = ("in_shardings", "out_shardings", "rules")
         return {name: getattr(self._options, name) for name in names}
-
-    def changed(self, fun: Callable[_P, _T], **options: Any) -> Self:
-        """Return a function with some options changed.
-
-        Args:
-            fun: the same function, which may be bound to different arguments.
-            **options: the changed fields of `JitOptions`.
-        """
-        return self.of(fun, self._options._replace(**options))
 
     def _key(self, flat: FlatCall, rules: Layout | None) -> Hashable:
         # In the trace of an outer function, a program donates nothing, and has constraints instead
