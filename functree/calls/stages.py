@@ -346,13 +346,13 @@ class Compiled(Stage[jax.stages.Compiled]):
         )
 
     @property
-    def abstract_arguments(self) -> tuple[Args, dict[str, Tree]]:
-        """The program's `(args, kwargs)` as `jax.ShapeDtypeStruct`s, with shardings."""
+    def abstract_call(self) -> Any:
+        """The call as a named tuple with `jax.ShapeDtypeStruct`s, with shardings."""
         types = self._call.values(self.jax.in_avals)
         shardings = self._call.values(self.jax.input_shardings)
         # Weak types are kept, since a step that returns a Python number where it took an array is
         # recompiled.
-        return self._call.arguments(list(map(abstract, types, shardings)))
+        return self._program.group.skeleton.fill(list(map(abstract, types, shardings)))
 
     def abstract_result(self, types: Sequence[Any]) -> Tree:
         """Return the result as `jax.ShapeDtypeStruct`s, with its shardings.

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
-from jax.tree_util import tree_leaves
 
 from functree.argument_checks import FUNCTION, check
 from functree.calls.call_groups import CallGroup
@@ -132,18 +131,14 @@ def assert_closed(step: Callable[..., Any], args: Sequence[Any]) -> None:
     compiled = traced.lower().compile()
     # Abstract arrays are compared, since every node accepts them. Classes that check their fields
     # refuse bare types and shardings.
-    given, by_name = compiled.abstract_arguments
+    call = compiled.abstract_call
+    arguments = dict(zip(call._fields, call, strict=True))
     signature, _ = Signature.of(function.__wrapped__)
-    names = [*signature.positional[: len(given)], *by_name]
-    arguments = dict(zip(names, [*given, *by_name.values()], strict=True))
-    # The program has only arrays. The static values are in the arguments.
-    for name, argument in zip(names, args, strict=False):
-        arguments[name] = Skeleton.of(argument).fill(tree_leaves(arguments[name]))
     # An argument with donated arrays is replaced by its successor, so it is state.
     states = list(dict.fromkeys(path[0] for path in traced.donated))
     result = compiled.abstract_result(traced.jax.jaxpr.out_avals)
     lines: list[str] = []
-    for name in states or names[:1]:
+    for name in states or signature.positional[:1]:
         lines += _lines(Path((name,)), arguments[name], result)
     if lines:
         raise AssertionError(
