@@ -195,12 +195,9 @@ class Provenance:
             family: a parameter, and its moments and averages.
             outputs: the outputs that depend on the parameter's gradient.
         """
-        # A model computes with its parameters, not with their moments and averages. Weights usually
-        # suffice; the other parameters take a longer walk.
-        members = self._in_model(family, self._uses.multiplied, self._weight_trees)
-        if len(members) != 1:
-            members = self._in_model(family, self._uses.in_model, self._model_trees)
-            members = members or family & self._uses.in_products
+        # A model computes with its parameters, not with their moments and averages.
+        members = family & self._uses.in_model
+        members = members or self._in_modules(family) or family & self._uses.in_products
         if not members:
             # An accumulator: the gradient belongs to its parameter.
             named = {self._named_like(member, self._uses.in_model) for member in family}
@@ -212,43 +209,22 @@ class Provenance:
         common = members.intersection(*made)
         return min(common) if len(common) == 1 else None
 
-    def _in_model(
-        self, family: set[int], known: Collection[int], trees: Collection[_Keys]
-    ) -> set[int]:
-        """Return the members of a family that are parts of a model.
+    def _in_modules(self, family: set[int]) -> set[int]:
+        """Return the members of a family that are next to parameters that a model computes with.
 
         A computation need not use every part of a model. For example, if the loss is linear in the
-        output, no gradient depends on the last layer's bias. A part is therefore a member if the
-        model computes with another part of the same tree.
-
-        Args:
-            family: a parameter, and its moments and averages.
-            known: parameters that a model computes with.
-            trees: the prefixes of these parameters' paths.
+        output, no gradient depends on the last layer's bias. If members share a container, the
+        container does not tell them apart, so the result is empty.
         """
-        paths = {member: self._parameters[member] for member in family}
-        end = _common_end(list(paths.values()))
-        members: set[int] = set()
-        for member, path in paths.items():
-            if member in known or path[: len(path) - end] in trees:
-                members.add(member)
-        return members
+        containers = {self._parameters[i][:-1]: i for i in family}
+        if len(containers) < len(family):
+            return set()
+        return {i for container, i in containers.items() if container in self._modules}
 
     @cached_property
-    def _weight_trees(self) -> frozenset[_Keys]:
-        return self._beginnings(self._uses.multiplied)
-
-    @cached_property
-    def _model_trees(self) -> frozenset[_Keys]:
-        return self._beginnings(self._uses.in_model)
-
-    def _beginnings(self, parameters: Collection[int]) -> frozenset[_Keys]:
-        """Collect the prefixes of some parameters' paths."""
-        beginnings: set[_Keys] = set()
-        for parameter in parameters:
-            path = self._parameters[parameter]
-            beginnings.update(path[:length] for length in range(1, len(path) + 1))
-        return frozenset(beginnings)
+    def _modules(self) -> frozenset[_Keys]:
+        """The paths of the containers of a model's parameters."""
+        return frozenset(self._parameters[i][:-1] for i in self._uses.in_model)
 
     def _updated_by(self, moved: MovedArray) -> Collection[int]:
         """Find the parameter whose new value an optimizer computes from the moved array.
@@ -407,18 +383,6 @@ class Provenance:
             for start in range(len(path)):
                 by_end.setdefault(path[start:], []).append(index)
         return by_end
-
-
-def _common_end(paths: Sequence[Path]) -> int:
-    """Count the keys that all paths end with, apart from argument names."""
-    if len(paths) < 2:
-        return 0
-    length = 0
-    for keys in zip(*(reversed(path[1:]) for path in paths), strict=False):
-        if len(set(keys)) > 1:
-            break
-        length += 1
-    return length
 
 
 NewValues = Callable[[MovedArray], Sequence[HloValue]]
