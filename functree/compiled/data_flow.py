@@ -108,7 +108,6 @@ class DataFlow:
         # program is a separate walk, and the histories of a parameter and its moments largely
         # coincide.
         self._known_handed_on: dict[HloValue, HloValue] = {}
-        self._known_operands: dict[Instruction, list[HloValue]] = {}
         self._known_inputs: dict[HloValue, list[HloValue]] = {}
 
     @cached_property
@@ -260,17 +259,7 @@ class DataFlow:
 
     def operands(self, one: Instruction) -> list[HloValue]:
         """Return an instruction's operands, traced back through tuples, fusions and copies."""
-        known = self._known_operands.get(one)
-        if known is None:
-            instructions = self.hlo.instructions
-            known = self._known_operands[one] = []
-            for name in one.operands:
-                value = HloValue(instructions[name])
-                # `_handed_on` checks this, too, but a call would double the time for most operands.
-                if value.instruction.opcode in _HANDS_ON:
-                    value = self._handed_on(value)
-                known.append(value)
-        return known
+        return [self._handed_on(self._value(name)) for name in one.operands]
 
     def concatenated(self, collective: Instruction) -> list[tuple[HloValue, int]]:
         """Return the values that the compiler joined for one collective, with their element counts.
@@ -511,28 +500,18 @@ def trip_count(flow: DataFlow, loop: Instruction) -> int | None:
     if old.part != counter.part:  # another part of the state
         return None
     first, last, each = _number(flow, start), _number(flow, end), _number(flow, step)
-    if first is None or last is None or each is None:
+    sign = _SIGNS.get(test.attribute("direction"))
+    # A counter that moves away from its end never stops the loop.
+    if first is None or last is None or each is None or sign is None or each * sign <= 0:
         return None
-    return _iterations(first, last, each, test.attribute("direction") or "")
-
-
-def _iterations(start: int, end: int, step: int, direction: str) -> int | None:
-    """Count the iterations for which a counter's comparison with its end holds.
-
-    Return None if the loop never stops, or if the comparison is EQ or NE.
-    """
-    if direction in ("GT", "GE"):  # counting down is counting up with the signs reversed
-        start, end, step = -start, -end, -step
-    elif direction not in ("LT", "LE"):
-        return None
-    if direction in ("LE", "GE"):
-        end += 1
-    if start >= end:
-        return 0
-    if step <= 0:
-        return None
+    if test.attribute("direction") in ("LE", "GE"):
+        last += sign
     # Rounded up without a float, which has fewer digits than a 64-bit counter.
-    return -(-(end - start) // step)
+    return max(0, -((first - last) // each))
+
+
+# The sign of the step for which a comparison of the counter with its end becomes false.
+_SIGNS = {"LT": 1, "LE": 1, "GT": -1, "GE": -1}
 
 
 def _number(flow: DataFlow, value: HloValue) -> int | None:

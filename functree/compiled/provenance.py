@@ -9,7 +9,7 @@ contains JAX's transformations: `jit(step)/transpose(jvp())/mul`.
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from functree.compiled.data_flow import DataFlow, HloValue, is_combined
@@ -72,13 +72,16 @@ class Provenance:
     ):
         self._flow, self._parameters, self._outputs = flow, parameters, outputs
         self._uses = ParameterUses(flow)
-        self.phases: Phases = Phases(flow)
         self._replaced_by_outputs: dict[frozenset[int], dict[int, int]] = {}
         self._shapes = shapes
+        # Values that earlier walks found independent of the backward pass: each is visited once.
+        self._independent: set[HloValue] = set()
+        # Values that depend on the backward pass.
+        self._dependent: set[HloValue] = set()
 
     def of(self, moved: MovedArray) -> Served:
         """Return the parameters that an array serves, how it serves them, and in which phase."""
-        phase = self.phases.phase(moved, self._new_values)
+        phase = self.phase(moved)
         for moves, parameters in self._ways(moved, phase):
             if parameters:
                 return Served(sorted(parameters), moves, phase)
@@ -236,7 +239,7 @@ class Provenance:
         if len(replaced) <= 1:
             return replaced.keys()
         # Set operations are fast, and this runs for each part of a global norm.
-        weights = replaced.keys() & self._uses.multiplied
+        weights = replaced.keys() & self._uses.in_model
         if len(weights) != 1:
             return ()
         (weight,) = weights
@@ -384,46 +387,15 @@ class Provenance:
                 by_end.setdefault(path[start:], []).append(index)
         return by_end
 
-
-NewValues = Callable[[MovedArray], Sequence[HloValue]]
-"""A function from a moved array to the new parameter values that depend on it."""
-
-
-class Phases:
-    """The phases of a program's collectives.
-
-    Args:
-        flow: the flow of values in the program.
-    """
-
-    def __init__(self, flow: DataFlow):
-        self._flow = flow
-        # Parsed once per collective, for all arrays combined in it.
-        self._names: dict[Instruction, list[str]] = {}
-        # Values that earlier walks found independent of the backward pass: each is visited once.
-        self._independent: set[HloValue] = set()
-        # Values that depend on the backward pass.
-        self._dependent: set[HloValue] = set()
-
-    def phase(self, moved: MovedArray, new_values: NewValues) -> str | None:
+    def phase(self, moved: MovedArray) -> str | None:
         """Return the phase of a moved array, as in `Served.phase`.
 
-        Args:
-            moved: the array.
-            new_values: a function that returns the new parameter values that depend on an array;
-                empty if anything else depends on it. The function is not an attribute, since a
-                method of this object's owner would create a reference cycle.
-
-        Returns:
-            The phase, or None if the compiler combined several phases, or lost the operations'
-                names.
+        It is None if the compiler combined several phases, or lost the operations' names.
         """
         instruction = moved.instruction
-        if instruction not in self._names:
-            self._names[instruction] = split(instruction.metadata("op_name") or "")
-        names = self._names[instruction]
+        names = split(instruction.metadata("op_name") or "")
         if len(names) == moved.arrays and names != [""]:
-            return self._of(names[moved.index], moved, new_values)  # one name for each array
+            return self._phase_of(names[moved.index], moved)  # one name for each array
         # Some compilers name only the first combined array, so the moved value's name is used.
         if moved.arrays > 1:
             source = self._flow.source(moved.operand).instruction
@@ -433,7 +405,7 @@ class Phases:
         for described in self.described(moved):
             name = described.metadata("op_name")
             if name:
-                phases = {self._of(part, moved, new_values) for part in split(name)}
+                phases = {self._phase_of(part, moved) for part in split(name)}
                 # If there are several phases, this array's phase is unknown.
                 return phases.pop() if len(phases) == 1 else None
         return None
@@ -451,7 +423,7 @@ class Phases:
             yield callers[0]
             computation = callers[0].computation
 
-    def _of(self, name: str, moved: MovedArray, new_values: NewValues) -> str:
+    def _phase_of(self, name: str, moved: MovedArray) -> str:
         """Return the phase of the operation with this name."""
         phase = _phase(name)
         if phase is not None:
@@ -460,7 +432,7 @@ class Phases:
         if self._depends_on_backward(moved.operand):
             return "update"
         # An optimizer may use a parameter without its gradient, for example in a norm.
-        if self._are_updates(new_values(moved)):
+        if self._are_updates(self._new_values(moved)):
             return "update"
         return "forward"
 
@@ -516,6 +488,7 @@ def _phase(name: str) -> str | None:
     return None
 
 
+@lru_cache(maxsize=8)  # the arrays of a combined collective share a long name
 def split(name: str) -> list[str]:
     """Split the name of a combined operation into the names of its parts.
 

@@ -185,7 +185,7 @@ class _Reader:
 
     def _described(self, moved: MovedArray) -> tuple[str | None, str | None, str]:
         """Return the lines and the JAX name of the nearest instruction that has source lines."""
-        nearest = list(self._provenance.phases.described(moved))
+        nearest = list(self._provenance.described(moved))
         if moved.arrays > 1:
             # A combined collective has its first array's line, but each moved value has its own.
             nearest[:2] = reversed(nearest[:2])

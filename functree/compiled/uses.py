@@ -5,7 +5,7 @@ multiplied by, and the outputs that depend on it.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import chain
 from typing import NamedTuple
@@ -200,31 +200,13 @@ class ParameterUses:
         return not all(_is_filling(origin.instruction) for origin in table)
 
     @cached_property
-    def multiplied(self) -> frozenset[int]:
-        """A model's weights: the parameters that are factors of differentiated products."""
-        return self._made_into(self._differentiated_products, self._is_moved)
-
-    @cached_property
     def in_products(self) -> frozenset[int]:
-        """The parameters that a model's products depend on element by element.
-
-        If no product is known to be differentiated, all products are used.
-        """
-        products = self._differentiated_products or self._products
-        return self._made_into(products, self._is_elementwise)
-
-    @cached_property
-    def _differentiated_products(self) -> list[Instruction]:
-        return [product for product in self._products if product.is_differentiated]
-
-    def _made_into(
-        self, products: Iterable[Instruction], passes: Callable[[Instruction], bool]
-    ) -> frozenset[int]:
-        """Return the parameters that products depend on via instructions that `passes` accepts."""
+        """The parameters that a model's products depend on element by element."""
         operands: list[HloValue] = []
-        for product in products:
-            operands += self._flow.operands(product)
-        origins, _ = self._flow.history(operands, passes)
+        for product in self._products:
+            if product.is_differentiated:
+                operands += self._flow.operands(product)
+        origins, _ = self._flow.history(operands, self._is_elementwise)
         return self._parameters_among(origins)
 
     @cached_property

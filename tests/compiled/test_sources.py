@@ -11,7 +11,7 @@ import functree as ft
 from functree.compiled.data_flow import DataFlow
 from functree.compiled.hlo import Hlo
 from functree.compiled.moved_arrays import moved_arrays
-from functree.compiled.provenance import Phases, split
+from functree.compiled.provenance import Provenance, Shapes, split
 from functree.compiled.sources import Lines, Sources
 from tests.lib.meshes import MESH
 
@@ -82,7 +82,7 @@ CHOSEN = {
     "the user's layer in a package": ([USER, FOREIGN, OWN_LAYER, NUMPY], OWN_LAYER, None),
     "a package in the user's layer": ([USER, OWN_LAYER, FOREIGN], FOREIGN, OWN_LAYER),
     "a package that nobody is known to call": ([MACHINERY, FOREIGN], FOREIGN, None),
-    "JAX, if there is nothing else": ([MACHINERY, NUMPY], NUMPY, None),
+    "JAX, if there is shapes else": ([MACHINERY, NUMPY], NUMPY, None),
 }
 
 
@@ -180,9 +180,10 @@ metadata={op_name="jit(step)/(jvp()/dot:transpose(jvp())/neg)"}
 
 def test_phases() -> None:
     flow = DataFlow(Hlo(PHASES))
-    phases = Phases(flow)
+    shapes = Shapes([(4,), (4,)], [()])  # the result is no new value of a parameter
+    provenance = Provenance(flow, [ft.Path("x"), ft.Path("y")], [ft.Path("z")], shapes)
     assert [
-        (moved.instruction.name, moved.index, phases.phase(moved, lambda moved: []))
+        (moved.instruction.name, moved.index, provenance.phase(moved))
         for moved in moved_arrays(flow)
     ] == [
         ("forward", 0, "forward"),
