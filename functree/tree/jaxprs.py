@@ -56,32 +56,13 @@ Sources = frozenset[Hashable]
 
 NOTHING: Sources = frozenset()
 
+_Adds = Callable[[JaxprEqn], Sources] | None
+
 # Prefixes of the operations that draw random numbers or make random keys.
 _RANDOM = ("random_", "threefry", "rng_")
 
 
-class Reader(NamedTuple):
-    """The options of `dependencies`.
-
-    Attributes:
-        see: a function that is called with each operation other than loops, branches and calls, and
-            with the sources of its inputs. For an operation in a loop, it is called once, with
-            the sources of all iterations.
-        constants: the sources of the program's constants.
-        mutable: the sources of values that are read from a mutable array.
-        adds: a function from an operation, other than loops, branches and calls, to further
-            sources of its outputs.
-    """
-
-    see: Callable[[Any, Sequence[Sources]], None] | None = None
-    constants: Sources = NOTHING
-    mutable: Sources = NOTHING
-    adds: Callable[[Any], Sources] | None = None
-
-
-def dependencies(
-    program: AnyJaxpr, inputs: Sequence[Sources], reader: Reader | None = None
-) -> list[Sources]:
+def dependencies(program: AnyJaxpr, inputs: Sequence[Sources], adds: _Adds = None) -> list[Sources]:
     """Find the sources that each output of a program depends on.
 
     Dependencies are followed into called functions, branches and loops. Each output of any other
@@ -91,7 +72,8 @@ def dependencies(
     Args:
         program: a program, such as `jax.make_jaxpr` returns.
         inputs: the sources of each input; for example, a set with the input's index.
-        reader: further options.
+        adds: a function from an operation, other than loops, branches and calls, to further
+            sources of its outputs.
 
     Examples:
         >>> from functree.tree.jaxprs import dependencies
@@ -101,12 +83,11 @@ def dependencies(
         >>> [sorted(sources) for sources in dependencies(program, [{0}, {1}, {2}])]
         [[0, 1], [2]]
     """
-    reader = reader or Reader()
     open_program: Any = getattr(program, "jaxpr", program)
-    known: dict[Any, Sources] = dict.fromkeys(open_program.constvars, reader.constants)
+    known: dict[Any, Sources] = dict.fromkeys(open_program.constvars, NOTHING)
     known.update(zip(open_program.invars, map(frozenset, inputs), strict=True))
     for equation in open_program.eqns:
-        outputs = _outputs(equation, _looked_up(known, equation.invars), reader)
+        outputs = _outputs(equation, _looked_up(known, equation.invars), adds)
         known.update(zip(equation.outvars, outputs, strict=True))
     return _looked_up(known, open_program.outvars)
 
@@ -122,23 +103,20 @@ def _looked_up(known: Mapping[Any, Sources], variables: Sequence[Any]) -> list[S
     return sources
 
 
-def _outputs(equation: Any, inputs: list[Sources], reader: Reader) -> list[Sources]:
+def _outputs(equation: Any, inputs: list[Sources], adds: _Adds) -> list[Sources]:
     """Find the sources of an operation's outputs."""
     name = equation.primitive.name
     if name == "cond":
-        return _branches(equation, inputs, reader)
+        return _branches(equation, inputs, adds)
     if name == "while":
-        return _while(equation, inputs, reader)
+        return _while(equation, inputs, adds)
     if name == "scan":
-        return _scan(equation, inputs, reader)
+        return _scan(equation, inputs, adds)
     called = called_program(equation)
     if called is not None:
-        return dependencies(called, inputs, reader)
-    if reader.see is not None:
-        reader.see(equation, inputs)
-    read = any(hasattr(variable.aval, "inner_aval") for variable in equation.invars)
-    added = NOTHING if reader.adds is None else reader.adds(equation)
-    return [added.union(reader.mutable if read else NOTHING, *inputs)] * len(equation.outvars)
+        return dependencies(called, inputs, adds)
+    added = NOTHING if adds is None else adds(equation)
+    return [added.union(*inputs)] * len(equation.outvars)
 
 
 def is_random(equation: Any) -> bool:
@@ -171,32 +149,30 @@ def called_program(equation: Any) -> AnyJaxpr | None:
     return None
 
 
-def _branches(equation: Any, inputs: list[Sources], reader: Reader) -> list[Sources]:
+def _branches(equation: Any, inputs: list[Sources], adds: _Adds) -> list[Sources]:
     """Find the sources of a `cond`'s outputs. Each output depends on the branch index too."""
     index, *operands = inputs
     outputs = [index] * len(equation.outvars)
     for branch in equation.params["branches"]:
-        of_branch = dependencies(branch, operands, reader)
+        of_branch = dependencies(branch, operands, adds)
         outputs = [one | other for one, other in zip(outputs, of_branch, strict=True)]
     return outputs
 
 
-def _while(equation: Any, inputs: list[Sources], reader: Reader) -> list[Sources]:
+def _while(equation: Any, inputs: list[Sources], adds: _Adds) -> list[Sources]:
     """Find the sources of a `while_loop`'s outputs. Each output depends on the condition too."""
     before = equation.params["cond_nconsts"]
     first = before + equation.params["body_nconsts"]
     of_condition, of_body, carry = inputs[:before], inputs[before:first], inputs[first:]
 
-    def iteration(reader: Reader) -> list[Sources]:
-        test, body = equation.params["cond_jaxpr"], equation.params["body_jaxpr"]
-        (condition,) = dependencies(test, [*of_condition, *carry], reader)
-        after = dependencies(body, [*of_body, *carry], reader)
-        return [old | new | condition for old, new in zip(carry, after, strict=True)]
-
-    unseen = reader._replace(see=None)
-    while (grown := iteration(unseen)) != carry:
+    test, body = equation.params["cond_jaxpr"], equation.params["body_jaxpr"]
+    while True:
+        (condition,) = dependencies(test, [*of_condition, *carry], adds)
+        after = dependencies(body, [*of_body, *carry], adds)
+        grown = [old | new | condition for old, new in zip(carry, after, strict=True)]
+        if grown == carry:
+            return grown
         carry = grown
-    return grown if reader.see is None else iteration(reader)
 
 
 class ScanSizes(NamedTuple):
@@ -223,22 +199,19 @@ def scan_sizes(equation: Any) -> ScanSizes:
     return ScanSizes(len(equation.invars) - sliced - carried, carried)
 
 
-def _scan(equation: Any, inputs: list[Sources], reader: Reader) -> list[Sources]:
+def _scan(equation: Any, inputs: list[Sources], adds: _Adds) -> list[Sources]:
     """Find the sources of a `scan`'s outputs."""
     body: Any = equation.params["jaxpr"]
     first, carried = scan_sizes(equation)
     constants, slices = inputs[:first], inputs[first + carried :]
     carry = inputs[first : first + carried]
 
-    def iteration(reader: Reader) -> list[Sources]:
-        after = dependencies(body, [*constants, *carry, *slices], reader)
+    while True:
+        after = dependencies(body, [*constants, *carry, *slices], adds)
         grown = [old | new for old, new in zip(carry, after[:carried], strict=True)]
-        return [*grown, *after[carried:]]
-
-    unseen = reader._replace(see=None)
-    while (grown := iteration(unseen))[:carried] != carry:
-        carry = grown[:carried]
-    return grown if reader.see is None else iteration(reader)
+        if grown == carry:
+            return [*grown, *after[carried:]]
+        carry = grown
 
 
 def _fewer_dimensions(inside: Sequence[Any], outside: Sequence[Any]) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from functree.tree.jaxprs import Reader, all_equations, dependencies
+from functree.tree.jaxprs import all_equations, dependencies
 
 
 @jax.jit
@@ -49,7 +49,6 @@ def test_an_operation_is_found_once_in_any_program(name: str) -> None:
 # What outputs depend on
 
 X = np.arange(3, dtype=np.float32)
-CLOSED_OVER = jnp.ones(3)
 
 
 @jax.custom_vjp
@@ -122,28 +121,3 @@ def test_random_numbers_depend_on_their_key(make: Any):
     program = jax.make_jaxpr(function)(make(0), X)
     found = dependencies(program, [frozenset({0}), frozenset({1})])
     assert found == [{0, 1}, {0}, {1}, {0}]
-
-
-def test_what_a_reader_sees():
-    """An operation in a loop once, with what its inputs depend on in any iteration; constants and
-    what is read from a mutable array, as it says."""
-
-    def body(carry: Any, y: Any) -> Any:
-        a, b = carry
-        return (b, b + CLOSED_OVER[0]), jnp.sin(a)
-
-    seen: list[Any] = []
-
-    def see(equation: Any, inputs: Any) -> None:
-        if equation.primitive.name == "sin":
-            seen.append(inputs)
-
-    def loops(x: Any, y: Any, z: Any) -> Any:
-        box = jax.new_ref(z)
-        return lax.scan(body, (x[0], y[0]), x), box[...]
-
-    reader = Reader(see, frozenset({"constant"}), frozenset({"read"}))
-    program = jax.make_jaxpr(loops)(X, X, X)
-    *_, read = dependencies(program, [frozenset({i}) for i in range(3)], reader)
-    assert seen == [[{0, 1, "constant"}]]
-    assert read == {2, "read"}

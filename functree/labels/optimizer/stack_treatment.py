@@ -21,7 +21,7 @@ from functree.labels.optimizer.layers import mapped_init, mapped_update
 from functree.labels.optimizer.optimizer_state import remembered, trained_type
 from functree.tree.arrays import AnyArray, Tree
 from functree.tree.interfaces import Stack
-from functree.tree.jaxprs import NOTHING, Reader, Sources, dependencies, is_random
+from functree.tree.jaxprs import NOTHING, Sources, dependencies, is_random
 from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton, abstract_result
 
@@ -101,7 +101,7 @@ def treated_differently(tx: Any, trained: TrainedModel) -> Sequence[Leaf]:
 def _computed(traced: "TracedUpdate") -> dict[Path, Sources]:
     """Return the inputs and operations that each update is computed from."""
     sources = [frozenset({path}) for path, _ in traced.inputs]
-    computed = dependencies(traced.program, sources, Reader(adds=_operation))
+    computed = dependencies(traced.program, sources, _operation)
     outputs = zip(traced.outputs, computed, strict=True)
     return {Path(path[1:]): on for (path, _), on in outputs if path[0] == UPDATES}
 
