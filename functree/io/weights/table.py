@@ -11,7 +11,7 @@ import numpy as np
 
 from functree.errors import FunctreeValueError, Problem, count
 from functree.labels.leaf import Leaf
-from functree.tree.globs import captured, capturing_pattern, match_text
+from functree.tree.globs import captured, glob_pattern, match_text
 from functree.tree.paths import Path, tokens
 
 Table = Mapping[str, str]
@@ -176,7 +176,7 @@ class _Row(NamedTuple):
         for part in tokens(pattern):
             number = _VARIABLE.fullmatch(part)
             glob = f"{glob}.{'*' if number else part}".removeprefix(".")
-            groups = capturing_pattern(glob).groups
+            groups = glob_pattern(glob).groups
             numbers += [number[1] if number else ""] * (groups - len(numbers))
         return cls(pattern, name, glob, numbers)
 
@@ -203,7 +203,7 @@ class _Row(NamedTuple):
 
     def name_at(self, path: str) -> str | None:
         """Return the name for the `match_text` of a path, or None if the pattern does not match."""
-        found = capturing_pattern(self.glob).fullmatch(path)
+        found = glob_pattern(self.glob).fullmatch(path)
         if found is None:
             return None
         wildcards: list[str] = []
