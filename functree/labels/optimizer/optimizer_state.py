@@ -30,27 +30,21 @@ def optimizer_state(tx: Optimizer, trained: TrainedModel) -> Leaves:
     Raises:
         FunctreeError: if `tx` is not an optimizer.
     """
-    type_ = trained_type(trained)
-    axes = trained.each(lambda leaf: leaf.axes)
 
-    def trace() -> tuple[Leaves, Sequence[FollowedLeaf]]:
+    def trace() -> Leaves:
         check_optimizer(tx)
-        state = read(abstract_result(tx.init, trained.tree(lambda leaf: leaf.value)))
-        return state, find_followed(tx, trained, state.leaves)
+        return read(abstract_result(tx.init, trained.tree(lambda leaf: leaf.value)))
 
-    def label() -> Leaves:
-        # The key contains no axes, so parameters with different axes share a trace.
-        state, follows = remembered(tx, ("state", type_), trace)
-        parameters = trained.parameters
-        labeled = [
-            following(leaf, followed, parameters)
-            for leaf, followed in zip(state.leaves, follows, strict=True)
-        ]
-        # Problems with names are dropped: a copy of the model in the state may have leaves whose
-        # shapes do not fit the model's annotations.
-        return Leaves(tuple(labeled), (), state.skeleton)
-
-    return remembered(tx, ("labeled", type_, axes), label)
+    # The key contains no axes, so parameters with different axes share a trace.
+    state = remembered(tx, ("state", trained_type(trained)), trace)
+    follows = followed_by(tx, trained, state.leaves)
+    parameters = trained.parameters
+    labeled: list[Leaf] = []
+    for leaf, followed in zip(state.leaves, follows, strict=True):
+        labeled.append(following(leaf, followed, parameters))
+    # Problems with names are dropped: a copy of the model in the state may have leaves whose
+    # shapes do not fit the model's annotations.
+    return Leaves(tuple(labeled), (), state.skeleton)
 
 
 def followed_by(
