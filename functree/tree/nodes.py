@@ -40,42 +40,30 @@ def nodes_at(tree: Tree, paths: Iterable[Path]) -> list[Tree]:
     Each node above these nodes is flattened once.
 
     Raises:
-        FunctreeError: if several nodes share one of the paths.
+        FunctreeError: if a node above gives several children the same key.
     """
-    opened: dict[Keys, tuple[dict[Key, Tree], set[Key]]] = {}
+    opened: dict[Keys, dict[Key, Tree]] = {}
     found: list[Tree] = []
     for path in paths:
         node = tree
         for i, key in enumerate(path):
             if path[:i] not in opened:
-                opened[path[:i]] = _by_key(node)
-            below, several = opened[path[:i]]
-            if key in several:
-                raise _several(Path(path[: i + 1]), node)
-            node = below[key]
+                opened[path[:i]] = _by_key(Path(path[:i]), node)
+            node = opened[path[:i]][key]
         found.append(node)
     return found
 
 
-def _by_key(node: Tree) -> tuple[dict[Key, Tree], set[Key]]:
-    """Return the children of a node by key, and the keys that several children share."""
+def _by_key(path: Path, node: Tree) -> dict[Key, Tree]:
+    """Return the children of a node by key."""
     pairs = children(node) or []
     by_key = dict(pairs)
-    if len(by_key) == len(pairs):
-        return by_key, set()
-    keys = [key for key, _ in pairs]
-    return by_key, {key for key in by_key if keys.count(key) > 1}
-
-
-def _several(path: Path, parent: Tree) -> FunctreeValueError:
-    """Make the error for a path that several nodes share."""
-    why = (
-        f"is the path of several parts: {type(parent).__name__} gives two of its children the "
-        "same key"
-    )
-    remedy = "give each child a different key in the class's `tree_flatten_with_keys`"
-    problem = Problem(path, None, "", why, remedy)
-    return FunctreeValueError("several parts have the same path", [problem])
+    if len(by_key) != len(pairs):
+        why = "gives several of its children the same key"
+        remedy = "give each child a different key in the class's `tree_flatten_with_keys`"
+        problem = Problem(path, None, type(node).__name__, why, remedy)
+        raise FunctreeValueError("several parts have the same path", [problem])
+    return by_key
 
 
 def _nowhere(path: Keys, node: Tree) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 from jax.tree_util import GetAttrKey, tree_flatten
@@ -27,9 +27,8 @@ class Skeleton:
     data of nodes is compared with `==`, as in JAX. A skeleton does not detect in-place changes to
     static data, and it holds no arrays.
 
-    `learn` finds the paths and the static values; the paths may instead be passed to the
-    constructor. A tree is never built to find them, because some node classes accept only their
-    original children.
+    `learn` finds the paths and the static values. A tree is never built to find them, because some
+    node classes accept only their original children.
 
     Attributes:
         treedef: JAX's treedef of the tree.
@@ -42,12 +41,11 @@ class Skeleton:
         treedef: TreeDef,
         indices: Sequence[int],
         others: Sequence[tuple[int, object]],
-        paths: Iterable[Path] | None = None,
     ):
         self.treedef: TreeDef = treedef
         self.indices: tuple[int, ...] = tuple(indices)
         self.others: tuple[tuple[int, object], ...] = tuple(others)
-        self._paths: tuple[Path, ...] | None = None if paths is None else tuple(paths)
+        self._paths: tuple[Path, ...] | None = None
         self._statics: tuple[list[Keys], list[object]] | None = None
         self._was_built: bool = False
         self._form: Form | None = None
@@ -61,7 +59,8 @@ class Skeleton:
             paths: the paths of the arrays, if they are known.
         """
         skeleton, _ = cls.apart(tree)
-        return cls(skeleton.treedef, skeleton.indices, skeleton.others, paths)
+        skeleton._paths = None if paths is None else tuple(paths)
+        return skeleton
 
     @classmethod
     def apart(cls, tree: Tree) -> tuple["Skeleton", list[AnyArray]]:
@@ -211,31 +210,15 @@ def _unhashable(path: Path, value: object) -> Problem:
     return Problem(path, None, type(value).__name__, why, remedy)
 
 
-T = TypeVar("T")
-
-
 def abstract_result(fn: Callable[[Tree], Tree], tree: Tree) -> Tree:
     """Run `jax.eval_shape` on trees whose leaves need not be arrays."""
-    skeleton, arrays = read_abstract(lambda tree: Skeleton.apart(fn(tree)), tree)
-    return skeleton.fill(arrays)
-
-
-def read_abstract(
-    fn: Callable[[Tree], tuple[T, Sequence[AnyArray]]], tree: Tree
-) -> tuple[T, list[jax.ShapeDtypeStruct]]:
-    """Trace a function that returns a value and arrays; return the value and abstract arrays.
-
-    A tree that is made in the trace can be read there, with its traced arrays. It need not be
-    rebuilt with abstract arrays, which the class of a node may refuse. Traced arrays in the value
-    must not be used after the trace.
-    """
     skeleton, arrays = Skeleton.apart(tree)
-    results: list[T] = []
+    results: list[Skeleton] = []
 
     def run(*arrays: AnyArray) -> list[AnyArray]:
-        result, values = fn(skeleton.fill(arrays))
+        result, values = Skeleton.apart(fn(skeleton.fill(arrays)))
         results.append(result)
-        return list(values)
+        return values
 
     abstract = jax.eval_shape(run, *arrays)
-    return results[0], abstract
+    return results[0].fill(abstract)
