@@ -167,12 +167,9 @@ def tree_axes(tree: Tree, names: Mapping[type, Names] | None = None) -> Any:
     if invalid is not None:
         raise AxesError(invalid)
     leaves = read(tree, names)
-    misfits = [leaf.misfit for leaf in leaves.leaves if leaf.misfit]
-    if misfits:
-        headline = f"the axes of {count(len(misfits), 'leaf')} cannot be determined"
-        raise AxesError(headline, [*leaves.problems, *misfits])
-    if leaves.problems:
-        raise AxesError("`ft.names` gives axes to leaves that do not exist", leaves.problems)
+    problems = [*leaves.problems, *(leaf.misfit for leaf in leaves.leaves if leaf.misfit)]
+    if problems:
+        raise AxesError("the axes of the tree cannot be determined", problems)
     return leaves.skeleton.spread(leaf.axes for leaf in leaves.leaves)
 
 

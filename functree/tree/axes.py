@@ -56,20 +56,14 @@ class Axes(tuple[str | None, ...]):
         """
         if not isinstance(text, str):
             raise AxesError(
-                f"Axes.parse: cannot parse {shown(text)}: pass a string such as `'batch embed'`"
+                f"invalid axes {shown(text)}: pass a string such as `'batch embed'`, or `ft.Axes`"
             )
         return _parsed(cls, text)
 
     @classmethod
     def of(cls, axes: "str | Axes") -> "Axes":
         """Return the axes that a user wrote as `Axes` or as a string."""
-        if isinstance(axes, Axes):
-            return axes
-        if isinstance(axes, str):
-            return cls.parse(axes)
-        raise AxesError(
-            f"invalid axes {axes!r}: pass a string such as `'batch embed'`, or `ft.Axes`"
-        )
+        return axes if isinstance(axes, Axes) else cls.parse(axes)
 
     def __str__(self) -> str:
         return " ".join(name or "_" for name in self)

@@ -354,7 +354,7 @@ def test_errors_are_collected() -> None:
     for name, value in {"w": x(1, 2, 3), "tie": x(2, 3), "lin": linear()}.items():
         object.__setattr__(wrong, name, value)
     # A module is not a leaf.
-    with pytest.raises(AxesError, match="the axes of 4 leaves cannot be determined") as error:
+    with pytest.raises(AxesError, match="the axes of the tree cannot be determined") as error:
         ft.tree_axes({"model": [wrong, wrong]})
     paths = {str(problem.path) for problem in error.value.problems}
     assert paths == {f"model.{i}.{name}" for i in (0, 1) for name in ("w", "tie", "lin")}
@@ -369,7 +369,7 @@ class OtherName(eqx.Module):
 
 def test_names_for_the_root() -> None:
     headline, own = (
-        "`ft.names` gives axes to leaves that do not exist\n\n  OtherName\n",
+        "the axes of the tree cannot be determined\n\n  OtherName\n",
         OtherName(x(2)),
     )
     with raises(headline, "but OtherName has no such leaf", error=AxesError):

@@ -353,5 +353,7 @@ def test_what_draws_random_numbers_is_refused(raw: bool):
 
 
 def test_what_is_not_an_optimizer_is_an_error():
-    with raises("1 is not an optimizer: the argument `tx`", "which has `init` and `update`"):
+    with raises(
+        "an instance of int is not an optimizer: the argument `tx`", "which has `init` and `update`"
+    ):
         ft.layerwise(1)  # pyright: ignore

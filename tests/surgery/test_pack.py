@@ -127,7 +127,7 @@ def test_a_problem_is_named_by_the_models_path():
         'model.0.weight   f32[2, 3]   "embed hidden"', "a multiple of", error=ft.ShardingError
     ):
         ft.plan({"model": pack([LAYER])}, RULES, SIZES)
-    with raises("the axes of 1 leaf cannot be determined", "m.0.weight", error=ft.AxesError):
+    with raises("the axes of the tree cannot be determined", "m.0.weight", error=ft.AxesError):
         ft.tree_axes({"m": pack([Layer(np.ones(3), None, 1)])})
 
 

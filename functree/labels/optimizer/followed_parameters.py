@@ -65,11 +65,10 @@ def check_optimizer(tx: Any, methods: Sequence[str] = ("init",)) -> None:
     """Raise FunctreeError if `tx` is not an optimizer, or lacks one of these methods."""
     if all(callable(getattr(tx, method, None)) for method in methods):
         return
-    text = repr(tx)
-    if len(text) > 40:  # most likely a model, because the arguments are swapped
-        text = f"an instance of {type(tx).__name__}"
-    wanted = "an optax GradientTransformation, which has `init` and `update`"
-    raise FunctreeTypeError(f"{text} is not an optimizer: the argument `tx` must be {wanted}")
+    raise FunctreeTypeError(
+        f"an instance of {type(tx).__name__} is not an optimizer: the argument `tx` must be an "
+        "optax GradientTransformation, which has `init` and `update`"
+    )
 
 
 StateArrays = Mapping[Path, Any]

@@ -29,12 +29,11 @@ _LAYERS: ContextVar[bool] = ContextVar("functree_single_layers", default=False)
 @contextmanager
 def for_layers() -> Iterator[None]:
     """Enter a context in which the nodes of stacks have the leaves of one layer."""
-    before = _LAYERS.get()
+    token = _LAYERS.set(True)
     try:
-        _LAYERS.set(True)
         yield
     finally:
-        _LAYERS.set(before)
+        _LAYERS.reset(token)
 
 
 def stack_sizes(leaf: Leaf) -> Shape:

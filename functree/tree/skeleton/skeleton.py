@@ -8,7 +8,6 @@ import jax
 from jax.tree_util import GetAttrKey, tree_flatten
 
 from functree.errors import (
-    FunctreeError,
     FunctreeTypeError,
     Problem,
     count,
@@ -27,14 +26,18 @@ class Skeleton:
     data of nodes is compared with `==`, as in JAX. A skeleton does not detect in-place changes to
     static data, and it holds no arrays.
 
-    `learn` finds the paths and the static values. A tree is never built to find them, because some
-    node classes accept only their original children.
+    `learn` finds the paths and the static values, which do not exist before. A tree is never built
+    to find them, because some node classes accept only their original children.
 
     Attributes:
         treedef: JAX's treedef of the tree.
         indices: the indices of the arrays among all leaves, in JAX's order.
         others: the (index, value) pairs of the leaves that are not arrays.
+        paths: the path of each array.
     """
+
+    paths: tuple[Path, ...]
+    _statics: tuple[list[Keys], list[object]]
 
     def __init__(
         self,
@@ -45,8 +48,6 @@ class Skeleton:
         self.treedef: TreeDef = treedef
         self.indices: tuple[int, ...] = tuple(indices)
         self.others: tuple[tuple[int, object], ...] = tuple(others)
-        self._paths: tuple[Path, ...] | None = None
-        self._statics: tuple[list[Keys], list[object]] | None = None
         self._was_built: bool = False
         self._form: Form | None = None
 
@@ -59,7 +60,8 @@ class Skeleton:
             paths: the paths of the arrays, if they are known.
         """
         skeleton, _ = cls.apart(tree)
-        skeleton._paths = None if paths is None else tuple(paths)
+        if paths is not None:
+            skeleton.paths = tuple(paths)
         return skeleton
 
     @classmethod
@@ -90,7 +92,7 @@ class Skeleton:
             for below, value in kind.statics(node):
                 keys.append((*path, *below))
                 values.append(value)
-        self._paths, self._statics = tuple(paths), (keys, values)
+        self.paths, self._statics = tuple(paths), (keys, values)
         return self
 
     # From values to a tree
@@ -124,13 +126,6 @@ class Skeleton:
 
     # Paths and static values
 
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        """The path of each array."""
-        if self._paths is None:
-            raise FunctreeError("this skeleton has no paths: call `learn(tree)` first")
-        return self._paths
-
     @cached_property
     def keys(self) -> tuple[object, ...]:
         """A JAX key for each array. The key's name is the text of the array's whole path."""
@@ -139,8 +134,6 @@ class Skeleton:
     @property
     def statics(self) -> Iterator[tuple[Keys, object]]:
         """All static values with paths: leaves that are not arrays, and static data of nodes."""
-        if self._statics is None:
-            raise FunctreeError("this skeleton has no static values: call `learn(tree)` first")
         return zip(*self._statics, strict=True)
 
     def check_hashable(self) -> None:
