@@ -500,11 +500,12 @@ def trip_count(flow: DataFlow, loop: Instruction) -> int | None:
     if old.part != counter.part:  # another part of the state
         return None
     first, last, each = _number(flow, start), _number(flow, end), _number(flow, step)
-    sign = _SIGNS.get(test.attribute("direction"))
+    direction = test.attribute("direction") or ""
+    sign = _SIGNS.get(direction)
     # A counter that moves away from its end never stops the loop.
     if first is None or last is None or each is None or sign is None or each * sign <= 0:
         return None
-    if test.attribute("direction") in ("LE", "GE"):
+    if direction in ("LE", "GE"):
         last += sign
     # Rounded up without a float, which has fewer digits than a 64-bit counter.
     return max(0, -((first - last) // each))

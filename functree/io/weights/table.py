@@ -112,9 +112,9 @@ _OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
 def _filled(place: re.Match[str], numbers: Mapping[str, int]) -> str:
     """Compute an expression in braces.
 
-    If the expression is not integer arithmetic with known names and `+`, `-`, `*`, `//` and `%`, or
-    divides by zero, only the known names are replaced, and the braces are kept. No tensor has such
-    a name.
+    An expression may contain known names and `+`, `-`, `*`, `//` and `%`. In any other expression,
+    and in a division by zero, only the known names are replaced. The braces are then kept, so no
+    tensor has this name.
     """
     expression = _NAME.sub(lambda name: str(numbers.get(name[0], name[0])), place[1])
     try:
