@@ -25,6 +25,7 @@ import jax
 import functree as ft
 from functree.testing.evidence import Values
 from functree.testing.programs import Both
+from functree.testing.scopes import Pairs
 
 
 def seconds(run: Callable[[], Any]) -> tuple[float, Any]:
@@ -57,7 +58,7 @@ def main() -> None:
     plain = seconds(lambda: (both.unsharded(*on_device), both.sharded(*on_mesh)))[0]
     one, many = both.programs()
 
-    values = seconds(lambda: Values(one, many).arrays)[0]
+    values = seconds(lambda: Values(Pairs.of(one.body, many.body), one, many).arrays)[0]
     finite = seconds(lambda: ft.testing.first_nonfinite(step, *on_mesh))[0]
     alone = seconds(lambda: (both.sharded.clear_cache(), both.sharded(*on_mesh)))[0]
     print(f"trace, compile and run, on one device and on the mesh   {plain:6.2f} s")

@@ -12,8 +12,11 @@ from functree.testing.intermediates import Site, Watch, run
 from functree.testing.numbers import has_numbers, numbers, rounding, wide
 from functree.testing.programs import Program, Sampler
 from functree.testing.relations import Compared, distances
-from functree.testing.scopes import Scope
+from functree.testing.scopes import Pairs, Records, Scope
 from functree.testing.steps import Body
+
+Tiles = tuple[int, ...]
+"""The number of tiles along each dimension of an array."""
 
 # A value may differ by this multiple of its change under perturbed arguments.
 _MARGIN = 8
@@ -23,6 +26,7 @@ class Values:
     """The values of two programs of one function.
 
     Args:
+        pairs: the operations that the programs have in common.
         one: the program on one device.
         many: the program on the mesh.
 
@@ -32,7 +36,8 @@ class Values:
         right: the values on the mesh.
     """
 
-    def __init__(self, one: Program, many: Program):
+    def __init__(self, pairs: Pairs, one: Program, many: Program):
+        self._tiles = tiles_of(pairs)
         on_one, on_many = map(_recording, (one, many))
         self.arrays: Mapping[Site, jax.Array] = on_many(many.arrays)
         self.left, self.right = fetched(on_one(one.arrays)), fetched(self.arrays)
@@ -41,55 +46,37 @@ class Values:
 
     def compared(self, scope: Scope, j: int, result: int) -> Compared | None:
         """Return a step's result in both programs by tile, or None if they cannot be compared."""
-        i = scope.pairs.left_of.get(j)
-        parts = scope.right.of(self.right, j, result)
-        if i is None or parts is None:
-            return None
-        kind, local = scope.pairs.left.steps[i].types[result], scope.step(j).types[result]
-        tiles = _tiles(kind.shape, local.shape)
-        # Outside shard_maps, the program on the mesh has whole values too.
-        if tiles is None or not (scope.axes or kind.shape == local.shape):
-            return None
+        i = scope.pairs.left_of.get(j, -1)
         site = (*scope.left.at, i, result)
-        whole, noise = _cut(scope, self.left[site], tiles), 0.0
+        parts = scope.right.of(self.right, j, result)
+        if parts is None or site not in self._tiles:
+            return None
+        whole, noise = self._tiled(scope, site, self.left), 0.0
         for draw in self._draws:
             # Numbers that are not finite show nothing about rounding.
-            distance = distances(whole, _cut(scope, draw[site], tiles))
+            distance = distances(whole, self._tiled(scope, site, draw))
             noise = max(noise, np.nan_to_num(distance, posinf=0.0).max(initial=0))
+        kind = scope.pairs.left.steps[i].types[result]
         tolerance = 32 * rounding(kind.dtype) * abs(whole) + _MARGIN * noise
         return Compared(whole, np.asarray(tolerance), wide(parts))
 
+    def _tiled(self, scope: Scope, site: Site, records: Records) -> np.ndarray:
+        """Cut a value into tiles.
 
-def _tiles(whole: Sequence[int], part: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the number of tiles along each dimension, or None if the shapes do not fit."""
-    if len(whole) != len(part):
-        return None
-    tiles: list[int] = []
-    for size, local in zip(whole, part, strict=True):
-        if size == local:
-            tiles.append(1)
-        elif local and size % local == 0:
-            tiles.append(size // local)
-        else:
-            return None
-    return tuple(tiles)
-
-
-def _cut(scope: Scope, record: np.ndarray, tiles: Sequence[int]) -> np.ndarray:
-    """Cut a value on one device into tiles.
-
-    The first indices select a tile, and the rest select an element in the tile.
-    """
-    record = wide(scope.left.viewed(record))
-    # The dimensions of a shard_map's mesh, which have size 1 on one device, are removed.
-    record = record.reshape(record.shape[len(scope.axes) :])
-    # The words of a random key are one more dimension.
-    tiles = (*tiles, *(1,) * (record.ndim - len(tiles)))
-    cut: list[int] = []
-    for size, number in zip(record.shape, tiles, strict=True):
-        cut += [number, size // number]
-    order = [*range(0, 2 * record.ndim, 2), *range(1, 2 * record.ndim, 2)]
-    return record.reshape(cut).transpose(order)
+        The first indices select a tile, and the rest select an element in the tile.
+        """
+        record = wide(scope.left.viewed(records[site]))
+        # The dimensions of a shard_map's mesh, which have size 1 on one device, are removed.
+        record = record.reshape(record.shape[len(scope.axes) :])
+        tiles = self._tiles[site]
+        if tiles is None:
+            return record
+        tiles = (*tiles, *(1,) * (record.ndim - len(tiles)))
+        cut: list[int] = []
+        for size, number in zip(record.shape, tiles, strict=True):
+            cut += [number, size // number]
+        order = [*range(0, 2 * record.ndim, 2), *range(1, 2 * record.ndim, 2)]
+        return record.reshape(cut).transpose(order)
 
 
 def _recording(program: Program) -> Sampler:
@@ -108,6 +95,41 @@ def count_numbers(program: Program) -> int:
 
 def _every_value(program: Program) -> Watch:
     return values_of([site for site, _, _ in sites_of(program.body)])
+
+
+def tiles_of(pairs: Pairs) -> dict[Site, Tiles | None]:
+    """Return the tiles into which a shard_map's devices cut each value that can be compared.
+
+    The tiles are None for a value outside shard_maps. The keys are the values' sites in the program
+    on one device.
+    """
+    found: dict[Site, Tiles | None] = {}
+    for left, one, other, manual in pairs.sites():
+        for result, (whole, part) in enumerate(zip(one.types, other.types, strict=True)):
+            if not (has_numbers(whole) and has_numbers(part)):
+                continue
+            if manual:
+                tiles = _tiles(whole.shape, part.shape)
+                if tiles is not None:
+                    found[(*left, result)] = tiles
+            elif whole.shape == part.shape:
+                found[(*left, result)] = None
+    return found
+
+
+def _tiles(whole: Sequence[int], part: Sequence[int]) -> Tiles | None:
+    """Return the number of tiles along each dimension, or None if the shapes do not fit."""
+    if len(whole) != len(part):
+        return None
+    tiles: list[int] = []
+    for size, local in zip(whole, part, strict=True):
+        if size == local:
+            tiles.append(1)
+        elif local and size % local == 0:
+            tiles.append(size // local)
+        else:
+            return None
+    return tuple(tiles)
 
 
 def sites_of(body: Body, at: Site = ()) -> Iterator[tuple[Site, ShapedArray, bool]]:

@@ -187,7 +187,7 @@ def first_difference(one: Program, many: Program) -> Operation | None:
         The operation, or None if no value differs by more than rounding.
     """
     pairs = Pairs.of(one.body, many.body)
-    values = Values(one, many)
+    values = Values(pairs, one, many)
     finding = Search(values).first(Scope(pairs))
     return None if finding is None else _looked_at(finding, values, many)
 

@@ -162,6 +162,19 @@ class Pairs:
         """The indices of the paired right steps, by the left step's index."""
         return dict(self.steps)
 
+    def sites(self, at: Site = (), manual: bool = False) -> Iterator[tuple[Site, Step, Step, bool]]:
+        """Yield all pairs, including pairs in inner bodies.
+
+        Each item holds the site of the left step, both steps, and whether they are inside a
+        shard_map.
+        """
+        for i, j in self.steps:
+            one, other = self.left.steps[i], self.right.steps[j]
+            yield (*at, i), one, other, manual
+            within = manual or one.name == "shard_map"
+            for k, inner in enumerate(self.inner.get((i, j), ())):
+                yield from inner.sites((*at, i, k), within)
+
 
 def _keys(body: Body) -> dict[int, Hashable]:
     """Return the key of each step by index. Paired steps have equal keys."""

@@ -54,7 +54,7 @@ class Compared:
         one, many = self.one, self.many
         if self.case.switched:
             one, many = switched(one, fault), switched(many, fault)
-        return Search(Values(one, many)).first(Scope(self.pairs))
+        return Search(Values(self.pairs, one, many)).first(Scope(self.pairs))
 
 
 def switched(program: Program, fault: int) -> Program:
