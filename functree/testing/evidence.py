@@ -11,7 +11,7 @@ from functree.calls.program import around
 from functree.testing.intermediates import Site, Watch, run
 from functree.testing.numbers import has_numbers, numbers, rounding, wide
 from functree.testing.programs import Program, Sampler
-from functree.testing.relations import Compared, distances
+from functree.testing.relations import Compared
 from functree.testing.scopes import Pairs, Records, Scope
 from functree.testing.steps import Body
 
@@ -53,9 +53,8 @@ class Values:
             return None
         whole, noise = self._tiled(scope, site, self.left), 0.0
         for draw in self._draws:
-            # Numbers that are not finite show nothing about rounding.
-            distance = distances(whole, self._tiled(scope, site, draw))
-            noise = max(noise, np.nan_to_num(distance, posinf=0.0).max(initial=0))
+            distance = _distance(whole, self._tiled(scope, site, draw))
+            noise = max(noise, distance.max(initial=0))
         kind = scope.pairs.left.steps[i].types[result]
         tolerance = 32 * rounding(kind.dtype) * abs(whole) + _MARGIN * noise
         return Compared(whole, np.asarray(tolerance), wide(parts))
@@ -153,3 +152,14 @@ def values_of(sites: Collection[Site]) -> Watch:
 def fetched(records: Mapping[Site, jax.Array]) -> dict[Site, np.ndarray]:
     """Copy records to the host."""
     return dict(zip(records, jax.device_get(list(records.values())), strict=True))
+
+
+def _distance(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Return the distances between numbers.
+
+    The distance is one for different integers, and zero if a number is not finite.
+    """
+    if not np.issubdtype(one.dtype, np.inexact):
+        return (one != other).astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        return np.nan_to_num(abs(one - other), posinf=0.0)
