@@ -6,7 +6,8 @@ The programs compute a small Llama's loss and gradients, on one device and tenso
 The floor is compiling and running both once. Times are processor seconds, which exclude the
 machine's other work.
 
-- *values*: compile and run the programs that return their values.
+- *sums*: trace, compile and run the program that returns checksums.
+- *line*: the program that returns the values of one line, where there is a difference.
 - *finite*: `first_nonfinite` of a function that has only finite values.
 """
 
@@ -23,7 +24,7 @@ os.environ["XLA_FLAGS"] = (
 import jax
 
 import functree as ft
-from functree.testing.evidence import Values
+from functree.testing.evidence import Values, Watched
 from functree.testing.programs import Both
 from functree.testing.scopes import Pairs
 
@@ -58,12 +59,21 @@ def main() -> None:
     plain = seconds(lambda: (both.unsharded(*on_device), both.sharded(*on_mesh)))[0]
     one, many = both.programs()
 
-    values = seconds(lambda: Values(Pairs.of(one.body, many.body), one, many).arrays)[0]
+    def sums() -> Any:
+        pairs = Pairs.of(one.body, many.body)
+        return Watched(pairs, one, many).checksums(one, many)
+
+    with_sums, checksums = seconds(sums)
+    half = len(one.body.steps) // 2, len(many.body.steps) // 2
+    line = seconds(lambda: Values(checksums, one, many, [((half[0], 0), (half[1], 0))]).arrays)[0]
     finite = seconds(lambda: ft.testing.first_nonfinite(step, *on_mesh))[0]
     alone = seconds(lambda: (both.sharded.clear_cache(), both.sharded(*on_mesh)))[0]
     print(f"trace, compile and run, on one device and on the mesh   {plain:6.2f} s")
     print(
-        f"values                                                  {values:6.2f} s, {values / plain:.2f} ×"
+        f"sums                                                    {with_sums:6.2f} s, {with_sums / plain:.2f} ×"
+    )
+    print(
+        f"line                                                    {line:6.2f} s, {line / plain:.2f} ×"
     )
     print(f"trace, compile and run on the mesh                      {alone:6.2f} s")
     print(

@@ -18,17 +18,15 @@ from functree.devices.placement import check_deleted
 from functree.errors import FunctreeTypeError, ShardingError
 from functree.labels.leaves import read
 from functree.layout.layout import LayoutTree
-from functree.testing.evidence import Values, count_numbers
-from functree.testing.numbers import numbers, wide
+from functree.testing.checksums import numbers, wide
+from functree.testing.evidence import Checksums, Values, Watched
+from functree.testing.intermediates import KEPT_ITERATIONS, Site, slots
 from functree.testing.operation import Operation, described
 from functree.testing.programs import Both, Program
 from functree.testing.relations import Compared, assignments, on_devices
 from functree.testing.scopes import Pairs, Scope
 from functree.testing.search import Finding, Search
 from functree.tree.arrays import AnyArray, Tree
-
-# To find an operation, all values of both programs are kept in memory.
-_MOST_NUMBERS = 2**27
 
 
 def assert_same_as_unsharded(
@@ -43,9 +41,7 @@ def assert_same_as_unsharded(
 
     On failure, the message names the results that differ, and the first operation whose values
     differ. The message also shows the operation's line, the arguments that it uses, the iteration,
-    the devices, the sharding of its result, and the largest difference. To find the operation, all
-    values are kept in memory. If they are more than 2**27 numbers, the message asks for smaller
-    arguments instead.
+    the devices, the sharding of its result, and the largest difference.
 
     The reference run uses one device, without a mesh and without rules. If the function contains a
     shard_map outside functree's layers, the reference run uses a mesh with axes of size 1.
@@ -107,19 +103,12 @@ def assert_same_as_unsharded(
         *_unequal_copies(found, rtol, atol),
     ]
     if problems:
-        explanation = _explanation(*both.programs())
-        lines = ["the sharded function returns a different result", *problems, explanation]
+        first = first_difference(*both.programs())
+        lines = ["the sharded function returns a different result", *problems, _explanation(first)]
         raise AssertionError("\n".join(lines))
 
 
-def _explanation(one: Program, many: Program) -> str:
-    number = count_numbers(many)
-    if number > _MOST_NUMBERS:
-        return (
-            f"its operations compute {number:.1e} numbers, which are too many to compare: pass "
-            "smaller arguments to find the first operation whose values differ"
-        )
-    first = first_difference(one, many)
+def _explanation(first: Operation | None) -> str:
     if first is not None:
         return f"the first operation whose values differ is {first}"
     return (
@@ -172,12 +161,15 @@ def _host_values(array: AnyArray) -> np.ndarray:
 
 # The first operation
 
+# The values on a line are compared completely only if they have at most this many numbers.
+_MOST_NUMBERS = 2**24
+
 
 def first_difference(one: Program, many: Program) -> Operation | None:
     """Find the first operation whose values differ on a mesh.
 
-    The values that leave their source line are compared first. If one differs, all values on its
-    line are compared.
+    Each program runs with checksums of the values that leave their source line. If a checksum
+    differs, all values on its line are compared.
 
     Args:
         one: the function on one device.
@@ -187,23 +179,44 @@ def first_difference(one: Program, many: Program) -> Operation | None:
         The operation, or None if no value differs by more than rounding.
     """
     pairs = Pairs.of(one.body, many.body)
-    values = Values(pairs, one, many)
-    finding = Search(values).first(Scope(pairs))
-    return None if finding is None else _looked_at(finding, values, many)
+    checksums = Watched(pairs, one, many).checksums(one, many)
+    finding = Search(checksums).first(Scope(pairs))
+    return None if finding is None else _looked_at(finding, checksums, one, many)
 
 
-def _looked_at(finding: Finding, values: Values, many: Program) -> Operation:
+def _looked_at(finding: Finding, checksums: Checksums, one: Program, many: Program) -> Operation:
     """Describe the operation of a finding, using the values on its line."""
     if finding.only:
         return _only_one_has(finding, many)
-    if not finding.step.bodies:
-        steps, source = finding.scope.pairs.right.steps, finding.step.source
-        search = Search(values, [step for step in steps if step.source == source])
-        value = finding.step.outs[finding.result]
-        finding = search.explained(finding.scope, value) or finding
-    scope, j, result = finding.scope, finding.index, finding.result
-    array = values.arrays.get((*scope.right.at, j, result))
-    return _operation(finding, many, values.compared(scope, j, result), array)
+    array = compared = None
+    sites = _sites_of_line(finding)
+    if sites is not None:
+        values = Values(checksums, one, many, sites)
+        if not finding.step.bodies:
+            value = finding.step.outs[finding.result]
+            finding = Search(checksums, values).explained(finding.scope, value) or finding
+        scope, j, result = finding.scope, finding.index, finding.result
+        array = values.arrays.get((*scope.right.at, j, result))
+        if array is not None:
+            compared = values.compared(scope, j, result)
+    return _operation(finding, many, compared, array)
+
+
+def _sites_of_line(finding: Finding) -> list[tuple[Site, Site]] | None:
+    """Return the sites of the values on a finding's line, or None if there are too many numbers."""
+    scope, sites, numbers = finding.scope, list[tuple[Site, Site]](), 0
+    for i, j in scope.pairs.steps:
+        step = scope.step(j)
+        if step is not finding.step and (step.bodies or step.source != finding.step.source):
+            continue
+        for result, kind in enumerate(scope.pairs.left.steps[i].types):
+            sites.append(((*scope.left.at, i, result), (*scope.right.at, j, result)))
+            numbers += math.prod(getattr(kind, "shape", ()))
+    for around in scope.right.around:
+        step = around.body.steps[around.index]
+        if step.name in ("scan", "while"):
+            numbers *= len(slots(step, KEPT_ITERATIONS))
+    return sites if numbers <= _MOST_NUMBERS else None
 
 
 def _only_one_has(finding: Finding, many: Program) -> Operation:

@@ -11,9 +11,9 @@ from jaxtyping import Array, Float, Shaped
 
 from functree.argument_checks import FUNCTION, check
 from functree.calls.function import Function
-from functree.testing.evidence import fetched, sites_of, values_of
+from functree.testing.checksums import SCALE, has_checksum, is_inexact
+from functree.testing.evidence import crossing, fetched, values_of
 from functree.testing.intermediates import KEPT_ITERATIONS, RAN, Site, Watch, slots
-from functree.testing.numbers import has_numbers, is_inexact
 from functree.testing.operation import Operation, described
 from functree.testing.programs import Program
 from functree.testing.scopes import Place, Records
@@ -22,9 +22,6 @@ from functree.transforms.jit.jit import jit
 
 # Badness: how bad a value's worst element is.
 _FINITE, _INFINITE, _NAN = 0, 1, 2
-
-# Sums of very large numbers, as in masks, must not overflow.
-_SCALE = 2.0**-24
 
 
 def first_nonfinite(fn: Callable[..., Any], *args: Any) -> Operation | None:
@@ -63,11 +60,8 @@ def first_nonfinite(fn: Callable[..., Any], *args: Any) -> Operation | None:
     """
     check("first_nonfinite: invalid arguments", fn=(fn, FUNCTION))
     program = Program.of(fn if isinstance(fn, Function) else jit(fn), args)
-    sites: list[Site] = []
-    for site, kind, crosses in sites_of(program.body):
-        if crosses and is_inexact(kind.dtype):
-            sites.append(site)
-    watch = Watch(frozenset(sites), lambda site, x: _size(x), _any_nonfinite)
+    sites = frozenset(site for site, kind in crossing(program.body) if is_inexact(kind.dtype))
+    watch = Watch(sites, lambda site, x: _size(x), _any_nonfinite)
     badness: dict[Site, np.ndarray] = {}
     for site, record in fetched(program.watched(watch)(program.arrays)).items():
         # The record with the number of iterations is not a size.
@@ -89,7 +83,7 @@ def _size(x: Shaped[Array, "..."]) -> Float[Array, ""]:
     x = abs(x)
     if jnp.finfo(x.dtype).bits < 32:
         x = x.astype(jnp.float32)
-    return jnp.sum(x * x.dtype.type(_SCALE))
+    return jnp.sum(x * x.dtype.type(SCALE))
 
 
 def _badness(values: np.ndarray) -> np.ndarray:
@@ -258,4 +252,4 @@ def _share(finding: _Finding, array: jax.Array | None) -> str:
 
 
 def _is_inexact(kind: Any) -> bool:
-    return has_numbers(kind) and is_inexact(kind.dtype)
+    return has_checksum(kind) and is_inexact(kind.dtype)

@@ -19,8 +19,8 @@ from functree.devices.meshes import agreed_mesh
 from functree.layout.layout import Layout, LayoutTree, own_meshes
 from functree.layout.plan.make_plan import plan_leaves
 from functree.layout.plan.plan import Plan
+from functree.testing.checksums import has_checksum, is_inexact, numbers, rounding, wide
 from functree.testing.intermediates import Record, Site, Watch, run
-from functree.testing.numbers import has_numbers, is_inexact, numbers, rounding, wide
 from functree.testing.steps import Body, body_of, line_of
 from functree.transforms.jit.jit import jit
 from functree.tree.arrays import AnyArray, Tree, is_key
@@ -90,7 +90,7 @@ class Program:
         amount = float(jnp.finfo(jnp.float32).eps)
         for step in self.body.all_steps():
             for kind in step.types:
-                if has_numbers(kind):
+                if has_checksum(kind):
                     amount = max(amount, rounding(kind.dtype))
         rng = np.random.default_rng(seed)
         return [_perturbed(array, amount, rng) for array in self.arrays]

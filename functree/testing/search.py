@@ -1,15 +1,14 @@
 """`Search` finds the first operation whose values differ between one device and a mesh."""
 
 import itertools
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
 
 from functree.devices.specs import axes_text, mesh_axes, of_rank, spec_text
-from functree.testing.evidence import Values
+from functree.testing.checksums import is_inexact
+from functree.testing.evidence import Checksums, Values
 from functree.testing.intermediates import manual_axes
-from functree.testing.numbers import is_inexact, wide
 from functree.testing.relations import UNKNOWN, Kind, Relation, agree, relate
 from functree.testing.scopes import Scope
 from functree.testing.steps import Number, Step
@@ -53,12 +52,13 @@ class Search:
     a local maximum. There, the search traces a wrong result back to a step with correct inputs.
 
     Args:
-        values: the values of both programs.
-        line: the steps on the mesh whose values are compared even if they do not leave their line.
+        sums: the checksums of both programs.
+        values: complete values of some steps, which are compared instead of their checksums.
     """
 
-    def __init__(self, values: Values, line: Collection[Step] = ()):
-        self._values, self._line = values, line
+    def __init__(self, sums: Checksums, values: Values | None = None):
+        self._left, self._right = sums.left, sums.right
+        self._compared = (values or sums).compared
 
     def first(self, scope: Scope) -> Finding | None:
         """Return the first difference in a body outside shard_maps, or None if there is none."""
@@ -75,10 +75,7 @@ class Search:
 
     def _relation(self, scope: Scope, j: int, result: int) -> Relation:
         """Return the relation between the parts of a result and the value on one device."""
-        step = scope.step(j)
-        if step.outs[result] not in scope.pairs.right.crossing and step not in self._line:
-            return UNKNOWN
-        compared = self._values.compared(scope, j, result)
+        compared = self._compared(scope, j, result)
         return UNKNOWN if compared is None else relate(*compared, scope.axes)
 
     def _of_value(self, scope: Scope, value: Number) -> Relation:
@@ -94,15 +91,14 @@ class Search:
         kind = scope.pairs.left.steps[maker[0]].types[maker[1]]
         if kind.shape != scope.step(its[0]).types[its[1]].shape:
             return self.explained(scope, other)
-        left = scope.left.of(self._values.left, *maker)
-        right = scope.right.of(self._values.right, *its)
+        left = scope.left.of(self._left, *maker)
+        right = scope.right.of(self._right, *its)
         if scope.pairs.right_of.get(maker[0]) == its[0] or left is None or right is None:
             return None
-        whole, found, margin = wide(left), wide(right), 0.0
-        if is_inexact(whole.dtype):
-            # The output's dependence on rounding is unknown, so the margin is wide.
-            margin = 1e-3 * abs(np.nan_to_num(whole)).max(initial=0)
-        if agree(whole, found, np.asarray(margin)):
+        whole, size = left
+        # The output's dependence on rounding is unknown, so the margin is wide.
+        margin = 1e-3 * size if is_inexact(whole.dtype) else np.zeros(whole.shape)
+        if agree(whole, right, margin):
             return None
         return self.explained(scope, other)
 
@@ -245,9 +241,9 @@ class Search:
         if name == "shard_map":
             return self._in_shard_map(scope, i, j, result)
         if name == "cond":
-            branch = scope.in_branch(i, j, self._values.left, self._values.right)
+            branch = scope.in_branch(i, j, self._left, self._right)
             return None if branch is None else self._in_body(branch)
-        for inner in scope.in_iterations(i, j, self._values.left, self._values.right):
+        for inner in scope.in_iterations(i, j, self._left, self._right):
             finding = self._in_body(inner)
             if finding is not None:
                 return finding
@@ -287,10 +283,10 @@ class Search:
         made = body.makers.get(body.outputs[result])
         if made is None:
             return ()
-        record = scope.right.of(self._values.right, j, 0, *made)
+        record = scope.right.of(self._right, j, 0, *made)
         if record is None:
             return ()
-        record, sizes = wide(record), step.params["mesh"].shape
+        sizes = step.params["mesh"].shape
         named = set(itertools.chain(*map(mesh_axes, step.params["out_specs"][result])))
         found: list[str] = []
         for dim, axis in enumerate(manual_axes(step), start=len(scope.axes)):
