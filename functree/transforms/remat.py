@@ -112,6 +112,8 @@ def offload(*names: str, others: Remat = "full") -> Policy:
     """
     check("offload: invalid arguments", names=(names, TEXTS))
     remat_policy(others)  # raises an error here, before any layer runs
+    if isinstance(others, Offload):
+        names, others = (*names, *others.names), others.others
     return Offload(names, others)
 
 
