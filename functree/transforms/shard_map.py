@@ -41,7 +41,7 @@ from functree.devices.meshes import (
 from functree.devices.placement import first_mesh
 from functree.devices.specs import axes_text, named_axes, spec_text, typed_spec, without
 from functree.devices.varying import varying_axes
-from functree.errors import Problem, ShardingError, did_you_mean
+from functree.errors import FunctreeTypeError, Problem, ShardingError, did_you_mean
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves
 from functree.layout.decide import UNSPECIFIED
@@ -129,6 +129,11 @@ class ManualMesh(NamedTuple):
         problems, specs = [*plan.problems, *self._outside(parts)], list[PartitionSpec]()
         for leaf, row in zip(leaves.leaves, plan.rows, strict=True):
             spec = row.spec
+            if row.memory_kind is not None:
+                why = f"its layout has the memory kind {row.memory_kind}, "
+                why += "but shard_map cannot move arrays between memory kinds"
+                remedy = "move it before or after the call, with `ft.shard` or `ft.jit`"
+                problems.append(leaf.problem(why, remedy))
             if spec is None and not local and self.explicit:
                 spec = typed_spec(leaf.value)
             if spec is None:
@@ -415,6 +420,7 @@ def shard_map(
     axis_names: Annotated[Collection[str], TEXTS] | None = None,
     check_vma: Flag = True,
     shapes: Shapes = "global",
+    **refused: object,
 ) -> Mapped[_P, _T] | Callable[[Callable[_P, _T]], Mapped[_P, _T]]:
     """Run a function on each device, with that device's shards of the arrays.
 
@@ -432,8 +438,7 @@ def shard_map(
         in_specs: the layouts of the arguments: one entry for each positional parameter, a dict by
             parameter name, or one layout for all. An entry is a layout or a prefix tree of layouts.
             Pass a single entry for `*args`. Pass `None` for a value that is not an array, and for
-            arrays on Explicit axes, since their types contain their specs. A layout's memory kind
-            has no effect, since shard_map does not move arrays.
+            arrays on Explicit axes, since their types contain their specs.
         out_specs: the layout of the result, or a prefix tree of layouts. It is resolved for the
             local result.
         rules: the layout to use if `in_specs` or `out_specs` is missing. It uses the axis names in
@@ -454,7 +459,7 @@ def shard_map(
 
     Raises:
         FunctreeError: if `fun` is not a function.
-        FunctreeError: if an option is invalid.
+        FunctreeError: if an option is unknown or invalid.
         RuleError: if `in_specs` does not have the structure of the parameters.
         RuleError: (when called) if a layout does not have the structure of its tree.
         ShardingError: if `mesh` has only sizes.
@@ -490,6 +495,9 @@ def shard_map(
         >>> y.sharding.shard_shape(y.shape)
         (2, 6)
     """
+    for name in refused:
+        near = did_you_mean(name, MapKeywords.__annotations__)
+        raise FunctreeTypeError(f"shard_map has no option `{name}`{near}")
     # Sizes are enough for a plan, but a program is compiled for devices.
     if mesh is not None and mesh_view(mesh).mesh is None:
         raise ShardingError("shard_map: `mesh` has only sizes: pass a `Mesh` with devices")

@@ -484,6 +484,7 @@ def call(*, x: Any = X, fun: Any = lambda x: x, mesh: Any = MESH, **options: Any
 
 NO_LAYOUT = "no layout was given for this array (`None`)"
 NOT_MANUAL = "names `model`, but this shard_map makes only `data` Manual"
+HOST = NamedSharding(MESH, P("data"), memory_kind="pinned_host")
 OF_DATA = {"axis_names": {"data"}}
 ODD = {"a": jnp.ones((7, 4)), "b": jnp.ones((5, 4))}
 # Of a layout that does not fit, one case for each side: the others are those of every layout.
@@ -495,6 +496,11 @@ UNFIT: list[tuple[dict[str, Any], str, str]] = [
     ({"in_specs": P("model"), **OF_DATA}, "x", NOT_MANUAL),
     ({"out_specs": P("model"), **OF_DATA}, "result", NOT_MANUAL),
     ({"in_specs": None, "rules": RULES}, "x", "has no axis names, and rules shard axes by name"),
+    (
+        {"in_specs": HOST},
+        "x",
+        "its layout has the memory kind pinned_host, but shard_map cannot move",
+    ),
     # What JAX would not move.
     (
         {"x": ft.shard(X, P(None, "model"), EXPLICIT), "mesh": EXPLICIT},
@@ -542,6 +548,7 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
         ft.ShardingError,
         "shard_map: `mesh` has only sizes: pass a `Mesh` with devices",
     ),
+    ({"check_rep": True}, TypeError, "shard_map has no option `check_rep`"),
     (
         {"x": jax.device_put(X, jax.devices()[1])},
         ft.ShardingError,
