@@ -450,7 +450,7 @@ def shard_map(
             need.
         shapes: the arrays whose sizes the annotations describe: `"global"` for the arguments and
             results outside the function, `"local"` for the arrays in the body, or `None` for no
-            check. Expressions such as `batch*seq` are not checked.
+            check.
 
     Returns:
         A function with the same signature, and with `trace`, `lower`, `eval_shape` and

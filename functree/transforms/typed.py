@@ -198,6 +198,7 @@ Otherwise, this path is None.
 """
 
 _REMEDY = "make the sizes equal, or give the axes different names"
+_BUILTINS = {"__builtins__": {}, "min": min, "max": max, "abs": abs}
 
 
 def check_sizes(
@@ -209,9 +210,9 @@ def check_sizes(
 ) -> Sizes:
     """Compare the sizes of a record's axes with each other, and with known sizes.
 
-    The axes come from the function's own annotations. Axis names in a module, even in `self`, apply
-    only within that module, since two layers of one class may have different sizes. Expressions
-    such as `batch*seq` are not compared.
+    The axes come from the function's own annotations and, for a method, from the annotations of the
+    fields of `self`. Axis names in any other module apply only within that module, since two layers
+    of one class may have different sizes.
 
     Args:
         name: the name of the function, for messages.
@@ -229,8 +230,9 @@ def check_sizes(
     """
     if leaves is None:
         leaves = read(record).leaves
-    sizes = dict(known or {})
+    sizes = {**_sizes_of_fields(leaves), **(known or {})}
     problems: list[Problem] = []
+    spans: list[tuple[Leaf, ArrayForm, Dim, tuple[int, ...]]] = []
     for leaf, form in _annotated(leaves):
         if leaf.misfit is not None:
             # The misfit's own remedy is for models: it explains how to hold a stack of layers.
@@ -242,10 +244,13 @@ def check_sizes(
             why = f"its dtype is {leaf.value.dtype}, but the annotation requires {wanted}"
             remedy = "convert the array, or change the annotation"
             problems.append(_problem(leaf, form, why, remedy))
-        for dim, span in _spans(form, leaf.shape):
-            why = _difference(sizes, leaf, dim, span)
-            if why is not None:
-                problems.append(_problem(leaf, form, why, _REMEDY))
+        spans += [(leaf, form, dim, span) for dim, span in _spans(form, leaf.shape)]
+    # Expressions such as `batch*seq` come last, since they may use names that a later array binds.
+    spans.sort(key=lambda entry: not entry[2].body.isidentifier())
+    for leaf, form, dim, span in spans:
+        why = _difference(sizes, leaf, dim, span)
+        if why is not None:
+            problems.append(_problem(leaf, form, why, _REMEDY))
     if problems:
         # One array may have several problems.
         number = len({problem.path for problem in problems})
@@ -287,22 +292,39 @@ def _spans(form: ArrayForm, shape: tuple[int, ...]) -> Iterator[tuple[Dim, tuple
         start += length
 
 
+def _sizes_of_fields(leaves: Sequence[Leaf]) -> Sizes:
+    """Return the sizes of the axes in the fields of `self`, except axes with several sizes."""
+    by_name: dict[str, dict[tuple[int, ...], Path]] = {}
+    for leaf in leaves:
+        is_field = leaf.path[0] == "self" and len(leaf.path) == 2
+        if not is_field or not is_in_module(leaf) or leaf.stacked or leaf.misfit is not None:
+            continue
+        for name, size in zip(leaf.axes, leaf.shape, strict=True):
+            if name is not None:
+                by_name.setdefault(name, {}).setdefault((size,), leaf.path)
+    return {
+        (name, False, None): sizes.popitem() for name, sizes in by_name.items() if len(sizes) == 1
+    }
+
+
 def _difference(sizes: Sizes, leaf: Leaf, dim: Dim, own: tuple[int, ...]) -> str | None:
     """Return why the size of a dimension does not fit the known sizes, or None if it fits.
 
     If the size of the axis is not known yet, the dimension's size is added to `sizes`.
     """
     body = dim.body
-    # In jaxtyping, a size of 1 always fits `#name`, since it is broadcast.
-    if dim.anonymous or (dim.broadcast and all(size == 1 for size in own)):
+    # In jaxtyping, a size of 1 always fits `#name`, since it is broadcast. `{name}` refers to
+    # arguments of the function, which are unknown here.
+    if dim.anonymous or "{" in body or (dim.broadcast and all(size == 1 for size in own)):
         return None
     if body.isdigit():
         if own == (int(body),):
             return None
         return f'"{dim.token}" requires size {body}, but the size is {own[0]}'
-    # `batch*seq` is an expression. With `*#name`, arrays that are broadcast against each other may
-    # have different ranks.
-    if not body.isidentifier() or (dim.variadic and dim.broadcast):
+    if not body.isidentifier():
+        return _other_value(sizes, body, own[0])
+    # With `*#name`, arrays that are broadcast against each other may have different ranks.
+    if dim.variadic and dim.broadcast:
         return None
     key = body, dim.variadic, Path(leaf.path[1:]) if dim.by_leaf else None
     known, owner = sizes.setdefault(key, (own, leaf.path))
@@ -310,6 +332,20 @@ def _difference(sizes: Sizes, leaf: Leaf, dim: Dim, own: tuple[int, ...]) -> str
         return None
     here, there = (own, known) if dim.variadic else (own[0], known[0])
     return f'"{body}" has size {here} here, and {there} in `{owner}`'
+
+
+def _other_value(sizes: Sizes, expression: str, size: int) -> str | None:
+    """Return why a size differs from the value of an expression, or None if they are equal."""
+    single = {name: known[0] for (name, variadic, _), (known, _) in sizes.items() if not variadic}
+    try:
+        # jaxtyping evaluates the expression in the same way. The text is the user's own annotation,
+        # not data.
+        wanted = eval(expression, dict(_BUILTINS), single)
+    except UNREADABLE as error:
+        return f"`{expression}` cannot be evaluated: {error}"
+    if wanted == size:
+        return None
+    return f"`{expression}` is {wanted}, but the size is {size}"
 
 
 def _problem(leaf: Leaf, form: ArrayForm, why: str, remedy: str) -> Problem:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -176,11 +177,35 @@ def test_defaults_are_not_checked():
         f(jnp.ones(2), mask=jnp.ones(3))
 
 
-def test_jaxtyping_checks_expressions():
-    @typed
-    def f(x: Float[Array, "batch seq"], y: Float[Array, "batch*seq"]) -> None:
-        pass
+class Block(eqx.Module):
+    up: Float[Array, "embed hidden"]
+    bias: Float[Array, "hidden"]
 
-    f(X, jnp.ones(24))
-    with raises("f: ", "y   float32[23]", "'batch*seq'", error=TypeError):
-        f(X, jnp.ones(23))
+    @ft.typed
+    def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch hidden"]:
+        return (x @ self.up) * self.bias[0]
+
+    @ft.typed
+    def wrong(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch embed"]:
+        return x @ self.up
+
+
+def test_the_fields_of_self_have_the_names_of_its_methods():
+    block = Block(jnp.ones((6, 8)), jnp.ones(8))
+    assert block(jnp.ones((2, 3, 6))).shape == (2, 3, 8)
+    with raises('x   f32[2, 5]   "*batch embed"', '"embed" has size 5 here, and 6 in `self.up`'):
+        block(jnp.ones((2, 5)))
+    with raises('result   f32[2, 8]   "*batch embed"', '"embed" has size 8'):
+        block.wrong(jnp.ones((2, 6)))
+
+
+def test_a_name_with_several_sizes_in_self_is_bound_by_the_arguments():
+    block = Block(jnp.ones((6, 8)), jnp.ones(1))
+
+    @ft.typed
+    def apply(self: Block, x: Float[Array, "hidden"], y: Float[Array, "hidden"]) -> Any:
+        return x + y
+
+    assert apply(block, jnp.ones(3), jnp.ones(3)).shape == (3,)
+    with raises('y   f32[4]   "hidden"', '"hidden" has size 4 here, and 3 in `x`'):
+        apply(block, jnp.ones(3), jnp.ones(4))
