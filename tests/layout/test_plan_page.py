@@ -5,12 +5,14 @@ import re
 from html.parser import HTMLParser
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 import functree as ft
+from functree.layout.plan.page import MOST_LINES
 from tests.lib.meshes import SIZES
 
 P = PartitionSpec
@@ -85,6 +87,13 @@ def test_a_fragment_for_a_notebook() -> None:
     reader = Reader(fragment)
     assert fragment.startswith("<style>") and "script" not in reader.tags
     assert reader.paths == Reader(plan.html()).paths and "device" not in reader.classes
+    many = {f"w{i:03}": jax.ShapeDtypeStruct((i + 1,), jnp.float32) for i in range(MOST_LINES + 9)}
+    short = Reader(ft.plan(many, P(), SIZES)._repr_html_())
+    assert short.paths == [f"w{i:03}" for i in range(9, MOST_LINES + 9)]
+    assert "and 9 more lines for smaller arrays (" in short.texts["p"]
+    assert len(Reader(ft.plan(many, P(), SIZES).html()).paths) == MOST_LINES + 9
+    alike = {f"w{i:03}": jax.ShapeDtypeStruct((8,), jnp.float32) for i in range(MOST_LINES + 9)}
+    assert len(Reader(ft.plan(alike, P(), SIZES)._repr_html_()).paths) == MOST_LINES
 
 
 def test_a_page_is_the_same_in_each_run() -> None:

@@ -25,6 +25,8 @@ from functree.report.table import bytes_text
 
 MOST_DEVICES = 16
 """The maximum number of devices in the pictures' color key."""
+MOST_LINES = 200
+"""The maximum number of lines in a notebook. A page shows all lines."""
 
 
 class PlanPage(NamedTuple):
@@ -43,10 +45,13 @@ class PlanPage(NamedTuple):
     notes: Sequence[str]
 
     def html(self, page: bool) -> str:
-        """Render the page, or a fragment for a notebook."""
+        """Render the page, or a fragment for a notebook.
+
+        If a plan has many arrays, a fragment shows only the largest.
+        """
         head = cards_html(self.cards()) + notes_html(self.problems, self.notes)
         if not page:
-            return report_html("", head, self.arrays(), page)
+            return report_html("", head, self.arrays(MOST_LINES), page)
         title = f"Plan on the mesh {MeshView(self.sizes)}"
         return report_html(title, head, self.devices() + self.arrays(), page)
 
@@ -88,12 +93,19 @@ class PlanPage(NamedTuple):
         dot = f'<span class="dot" style="background:{device_color(device, self.sizes)}"></span>'
         return f'<span class="device">{dot}{name}</span>'
 
-    def arrays(self) -> str:
-        """Render the tree of arrays."""
+    def arrays(self, at_most: int | None = None) -> str:
+        """Render the tree of arrays; with `at_most`, only the largest."""
+        groups = groups_of(self.rows)
+        left_out = ""
+        if at_most is not None and len(groups) > at_most:
+            left_out = f"and {len(groups) - at_most:,} more lines for smaller arrays "
+            left_out += "(`plan.html()` shows all lines)"
+            least = sorted(group.per_device for group in groups)[-at_most]
+            groups = [group for group in groups if group.per_device >= least][:at_most]
         pictures = Pictures(self.sizes)
-        leaves = [self._leaf(group, pictures) for group in groups_of(self.rows)]
-        tree = tree_html(leaves, "all arrays", "array")
-        return section_html("Arrays", pictures.definitions(), tree)
+        tree = tree_html([self._leaf(group, pictures) for group in groups], "all arrays", "array")
+        notes = notes_html([], [left_out] if left_out else [])
+        return section_html("Arrays", pictures.definitions(), tree, notes)
 
     def _leaf(self, group: Group, pictures: Pictures) -> TreeLeaf:
         row, number = group.rows[0], len(group.rows)
