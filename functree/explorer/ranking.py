@@ -3,6 +3,7 @@
 import html
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from functree.compiled.ledger import Ledger
 from functree.devices.specs import mesh_axes
@@ -164,9 +165,12 @@ class Ranking:
         """Return the ranking as JSON, without ledgers and layouts."""
         rows: list[Candidate] = []
         for row in self.rows:
-            sent = {",".join(mesh_axes(axes)): size for axes, size in row.wire_bytes.items()}
+            sent = _by_text(row.wire_bytes)
             rows.append(replace(row, wire_bytes=sent, ledger=None, layout=None))
-        return json_of("ranking", replace(self, rows=tuple(rows)))
+        hardware = self.hardware
+        if isinstance(hardware.links, Mapping):
+            hardware = replace(hardware, links=_by_text(hardware.links))
+        return json_of("ranking", replace(self, rows=tuple(rows), hardware=hardware))
 
     def _head(self) -> Iterator[str]:
         """Yield the lines above the table."""
@@ -202,6 +206,10 @@ class Ranking:
             )
         yield "* no other candidate has both a better score and a lower peak"
         yield from dict.fromkeys(note for row in self.rows for note in row.notes)
+
+
+def _by_text(by_axes: Mapping[MeshAxes, Any]) -> dict[MeshAxes, Any]:
+    return {",".join(mesh_axes(axes)): value for axes, value in by_axes.items()}
 
 
 def ranked(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:

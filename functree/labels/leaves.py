@@ -255,6 +255,8 @@ class _Walk:
         else:
             context = self._annotated(node, kind, path, hint, context)
         if kind is ARRAY:
+            if not hint.forms and not hint.error:
+                hint = context.below
             self._leaf(node, path, hint, context)
         elif kind is STATIC:
             fault = unheld(node)
@@ -263,7 +265,9 @@ class _Walk:
         elif kind is SEQUENCE or kind is DICT:
             inside = inside_of(context, type(node))
             for key, child in _children(node, kind, path):
-                self.visit(child, (*path, key), hint.child(key), inside)
+                self.visit(
+                    child, (*path, key), hint.child(key if kind is SEQUENCE else None), inside
+                )
         elif kind is STATE:
             self._state(node, path, context)
         elif kind is PACKED:
@@ -325,6 +329,8 @@ class _Walk:
             elif fields.parts:
                 # The class is registered without keys.
                 below = fields.child(_attribute_of(node, child))
+                if below is NOTHING:
+                    below = hint.child(None)
             else:
                 below = hint.child(None)
             self.visit(child, (*path, *keys), below, inside)

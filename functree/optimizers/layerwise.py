@@ -22,6 +22,7 @@ from functree.labels.optimizer.layers import (
 from functree.labels.optimizer.optimizer_state import remembered, trained_type
 from functree.labels.optimizer.stack_treatment import UPDATES, traced_update
 from functree.layout.plan.make_plan import plan
+from functree.layout.state_sharding import StateSharding
 from functree.transforms.init import init_optimizer
 from functree.tree.arrays import Tree
 from functree.tree.jaxprs import all_equations, is_random
@@ -84,6 +85,9 @@ def layerwise(tx: optax.GradientTransformation) -> optax.GradientTransformationE
         if any(is_concrete(x) and len(x.sharding.device_set) > 1 for x in leaves.values):
             # `jnp.zeros_like` of one layer ignores the sharding of its stack.
             now = plan(params)
+            # An array on one device is replicated, as are arrays beside it on several.
+            loose = [(row.path, PartitionSpec()) for row in now if row.spec is None]
+            now = StateSharding([*loose, (..., now)])
             return init_optimizer(layered, params, now, wrt="**", otherwise=PartitionSpec())
         return mapped_init(tx, params)
 

@@ -88,7 +88,10 @@ def _layout(hint: Hint, rules: Layout, what: str) -> LayoutTree:
     if hint.names or hint.generics or in_any_tree or len(kinds) != 1:
         return AnnotationLayout(rules, hint)
     if 0 in hint.parts:
-        return tuple(_layout(hint.child(i), rules, what) for i in range(len(hint.parts)))
+        elements = list(map(hint.child, range(len(hint.parts))))
+        if all(element is NOTHING for element in elements):
+            return rules
+        return tuple(_layout(element, rules, what) for element in elements)
     if None in hint.parts:
         inner = _layout(hint.child(None), rules, what)
         # This layout is for the whole container. A spec, and rules without an annotation, apply to

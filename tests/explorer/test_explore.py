@@ -126,6 +126,10 @@ def test_pages_and_json(ranking: ft.Ranking) -> None:
     first = data["rows"][0]
     assert first["wire_bytes"] == {"model": 6144} and first["score"] == ranking[0].score
     assert data["rows"][-1]["problems"][0]["path"] == "layer.up"
+    links = {"data": 1e8, ("data", "model"): 2e8}
+    hardware = dataclasses.replace(HARDWARE, links=links)
+    data = json.loads(ft.Ranking(ranking.rows, hardware, "TPU v5e").to_json())
+    assert data["hardware"]["links"] == {"data": 1e8, "data,model": 2e8}
 
 
 def test_the_layout_of_a_row_is_what_was_given(ranking: ft.Ranking) -> None:

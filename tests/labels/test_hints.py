@@ -1,7 +1,7 @@
 """What a model says ─► its leaves' axes: every row of the table, in the forms in which people write
 it."""
 
-# ruff: noqa: UP007  (`Union` and `Optional` are forms under test)
+# ruff: noqa: UP006, UP007  (`List` and `Union` are forms under test)
 
 import sys
 import typing
@@ -60,6 +60,10 @@ class Bound(Box[Float[Array, "p q"]]):
     pass
 
 
+class BoundToArray(Box[Array]):
+    """Hands an annotation without names up."""
+
+
 class Mixin(eqx.Module, Generic[U]):
     mixed: U
 
@@ -102,6 +106,10 @@ class Fields(eqx.Module):
     bias: Array | None
 
 
+class Either(eqx.Module):
+    weight: Array | list[int]
+
+
 KEY = jax.eval_shape(lambda: jax.random.key(0))
 LINEAR = ft.names(weight="out in", bias="out")
 
@@ -141,6 +149,11 @@ TABLE: dict[str, tuple[Any, Any, list[str]]] = {
     "PyTree beside an array": (Float[Array, "a"] | PyTree[Float[Array, "b c"]], [[x(2, 3)]], ["b c"]),
     "PyTree over annotated": (PyTree[Float[Array, "a"]], [Bound(x(2, 3))], ["p q"]),
     "PyTree of anything": (PyTree, [x(2)], ["_"]),
+    "PyTree of dicts": (PyTree[dict[str, Float[Array, "a"]]], {"k": {"l": x(2)}}, ["a"]),
+    "PyTree of lists": (PyTree[list[Float[Array, "a"]]], [[x(2)], [[x(3)]]], ["a", "a"]),
+    "a dict beside a tuple": (tuple[Float[Array, "a"]] | dict[int, Float[Array, "b"]], {0: x(2)}, ["b"]),
+    "a list of anything": (typing.List, [x(2)], ["_"]),
+    "a mapping of anything, or None": (Union[typing.Mapping, None], {"k": x(2)}, ["_"]),
     # generics
     "Box": (Box[Float[Array, "a"]], Box(x(2)), ["a"]),
     "Box, nothing bound": (Box, Box(x(2)), ["_"]),
@@ -153,6 +166,7 @@ TABLE: dict[str, tuple[Any, Any, list[str]]] = {
     "handed up under one name": (Reused[Float[Array, "a"]], Reused([x(2)]), ["a"]),
     "a list handed up, under the base": (Box[list[Float[Array, "a"]]], Layered([x(2)]), ["a"]),
     "a generic handed up": (Box[Mixin[Float[Array, "a"]]], Wrapped(Mixin(x(2))), ["a"]),
+    "an array without names, under the base": (Box[Float[Array, "a"]], BoundToArray(x(2)), ["a"]),
     "another container than is handed up": (Box[Float[Array, "a"]], Layered([x(2)]), ["_"]),
     "subclass under a generic": (Box[Float[Array, "a"]], Sub(x(2), x(3)), ["a", "_"]),
     "under a generic of another class": (Mixin[Float[Array, "a"]] | Box[Float[Array, "b"]], Box(x(2)), ["b"]),
@@ -168,6 +182,9 @@ TABLE: dict[str, tuple[Any, Any, list[str]]] = {
     "Axes over jaxtyping": (Annotated[Float[Array, "x y"], ft.Axes("a", "b")], x(2, 3), ["a b"]),
     "Axes of a list's arrays": (Annotated[list[Array], ft.Axes("a")], [x(2)], ["a"]),
     "names": (Annotated[eqx.nn.Linear, LINEAR], linear(), ["out in", "out"]),
+    "names around names": (
+        Annotated[Annotated[eqx.nn.Linear, ft.names(weight="a b", bias="c")], LINEAR], linear(), ["out in", "out"]
+    ),
     "names on a list": (Annotated[list[eqx.nn.Linear], LINEAR], [linear(), linear()], ["out in", "out"] * 2),
     "names of a dict of arrays": (Annotated[dict[str, Array], ft.names(w="a b", b="b")], {"w": x(2, 3), "b": x(3)},
         ["b", "a b"],
@@ -212,6 +229,8 @@ SPECS: dict[str, tuple[Any, Any, str, P]] = {
     "of a quoted class": (Annotated["Fields", DATA], Fields(x(2, 4), None), "_ _", DATA),
     "of a layer in a tuple": (Annotated[tuple[int, Fields], DATA], (1, Fields(x(2, 4), None)), "_ _", DATA),
     "of a layer in a generic": (Annotated[Box[Fields], DATA], Box(Fields(x(2, 4), None)), "_ _", DATA),
+    "of a layer with an array or numbers": (Annotated[Either, DATA], Either(x(2, 4)), "_ _", DATA),
+    "around another": (Annotated[Annotated[AB, P("model")], DATA], x(2, 4), "a b", DATA),
     "of a layer or None": (Annotated[Fields | None, DATA], Fields(x(2, 4), None), "_ _", DATA),
     "of one alternative": (Annotated[AB, DATA] | Float[Array, "c"], x(2, 4), "a b", DATA),
     "of a list": (Annotated[list[AB], DATA], [x(2, 4)], "a b", DATA),

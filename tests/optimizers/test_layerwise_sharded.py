@@ -166,3 +166,13 @@ def test_inside_shard_map():
     mapped = jax.shard_map(update, mesh=MESH, in_specs=P(None, "data"), out_specs=P(None, "data"))
     want = [update(rows) for rows in jnp.split(up, 2, axis=1)]
     np.testing.assert_allclose(jax.jit(mapped)(up), jnp.concatenate(want, axis=1), rtol=1e-6)
+
+
+def test_state_beside_arrays_on_one_device():
+    """The state of an array on one device is there, or on the mesh."""
+    params = {"stack": ft.shard(jnp.ones((8, 4, 4)), P("data"), MESH), "one": np.ones((4, 4), np.float32)}
+    for tx in (optax.sgd(0.1), optax.adam(0.1), optax.adafactor(0.1)):
+        found = jax.tree.leaves(ft.layerwise(tx).init(params))
+        of_stack = [x for x in found if x.shape == (8, 4, 4)]
+        assert all(x.sharding.spec == P("data", None, None) for x in of_stack)
+        assert len(of_stack) == sum(x.shape == (4, 4) for x in found)

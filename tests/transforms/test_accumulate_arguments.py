@@ -173,7 +173,7 @@ def test_nothing_is_divided():
 
 def test_a_weight_of_any_kind():
     """The sum of the weights comes back."""
-    for weight, dtype in ((np.float32(2), jnp.float32), (jnp.int32(2), jnp.int32)):
+    for weight, dtype in ((2, jnp.int32), (np.float32(2), jnp.float32), (jnp.int32(2), jnp.int32)):
         step = ft.accumulate(
             ft.value_and_grad(lambda w, x, n=weight: (jnp.sum(x @ w), n), has_aux=True),
             STEPS,
@@ -427,7 +427,7 @@ NAMES: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] = {
     ),
     "the model": (
         lambda: ft.accumulate(GRADIENT, 2, carry="model"), FunctreeValueError,
-        ("carry='model'", "`model` is already in `argnums`"),
+        ("carry='model'", "is differentiated, so it is the same in each micro-batch"),
     ),
     "twice": (
         lambda: ft.accumulate(GRADIENT, 2, keys="key", carry="key"), FunctreeValueError,

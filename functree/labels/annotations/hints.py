@@ -269,7 +269,10 @@ class Hint:
             key = None
         hint = self.parsed.get(key)
         if hint is None:
-            hint = parse(*self.parts.get(key, ()))
+            below = self.parts.get(..., ()) if key is not ... else ()
+            hint = parse(*self.parts.get(key, ()), *below)
+            if below and hint is not NOTHING:
+                hint.parts.setdefault(..., []).extend(below)
             # A failure is not cached, since a name may be defined later.
             if not hint.error:
                 self.parsed[key] = hint
@@ -336,7 +339,7 @@ def _add(hint: Hint, what: Any, namespace: Namespace, text: str = "") -> None:
     elif isinstance(what, type) and issubclass(what, jaxtyping.PyTree):
         _add_at_any_depth(hint, getattr(what, "leaftype", Any), namespace, text)
     # The arguments of `type[X]` and `Callable[[X], Y]` are not annotations of arrays in the value.
-    elif isinstance(origin, type) and origin not in (type, abc.Callable):
+    elif args and isinstance(origin, type) and origin not in (type, abc.Callable):
         hint.texts[text or str(what)] = None
         _add_arguments(hint, origin, what, namespace)
     elif namespace.spec is not None:
@@ -373,14 +376,14 @@ def _add_annotated(
 ) -> None:
     """Add an `Annotated`, whose marks are axes, names, a spec, or a buffer mark."""
     axes: Axes | None = None
-    for mark in marks:
-        # A spec, or names, in an `Annotated` around this one win.
+    # Python joins nested `Annotated`s, so the outermost mark is the last.
+    for mark in reversed(tuple(marks)):
         if isinstance(mark, PartitionSpec) and namespace.spec is None:
             namespace = replace(namespace, spec=mark)
         elif isinstance(mark, Names):
             hint.names = hint.names or mark
         elif isinstance(mark, Axes):
-            axes = mark
+            axes = axes or mark
         elif mark is BUFFER:
             hint.buffer = True
     if axes is None:
@@ -458,8 +461,9 @@ def _read(cls: type, hint: Hint) -> Hint:
             ):
                 # The annotation may give values that the class leaves open.
                 used = (argument,) if isinstance(argument, TypeVar) else _parameters(argument)
-                if all(variable in namespace.values for variable in used):
-                    value = Reference(argument, namespace)
+                value = Reference(argument, namespace)
+                known = all(variable in namespace.values for variable in used)
+                if known and parse(value) is not NOTHING:
                     values.setdefault(origin, {})[parameter] = value
     return fields
 

@@ -8,6 +8,7 @@ function's arguments and results.
 import math
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from numbers import Number
 from typing import Any, NamedTuple
 
 import jax
@@ -110,8 +111,8 @@ class GradientFunction(NamedTuple):
         """Raise FunctreeError for names that cannot have their role."""
         parameters, function = self.signature.parameters, self.signature.name
         problems: list[Problem] = []
-        # The option that already names a parameter.
-        options = {str(path[0]): "argnums" for path in self.differentiated}
+        differentiated = {path[0] for path in self.differentiated}
+        options: dict[str, str] = {}  # the option that already names a parameter
         for role, each in names.items():
             for name in each or ():
                 what = f"{role.value}={name!r}"
@@ -122,11 +123,24 @@ class GradientFunction(NamedTuple):
                 elif name in options:
                     why = f"`{name}` is already in `{options[name]}`"
                     problems.append(Problem(None, None, what, why, "name it once"))
+                elif name in differentiated:
+                    why = "is differentiated, so it is the same in each micro-batch"
+                    remedy = "name a different parameter, or change the gradient's `argnums=`"
+                    problems.append(Problem(None, None, what, why, remedy))
                 options[name] = str(role.value)
         if problems:
             raise FunctreeValueError("accumulate: invalid parameter names", problems)
 
     # The aux
+
+    def with_weight(self, result: Any) -> Any:
+        """Convert a weight that is a Python number, such as `x.size`, to an array."""
+        aux = result[0][1] if self.gradient.with_value else result[1]
+        leaves, structure = jax.tree.flatten(aux)
+        if not leaves or not isinstance(leaves[0], Number):
+            return result
+        aux = structure.unflatten([jnp.asarray(leaves[0]), *leaves[1:]])
+        return ((result[0][0], aux), result[1]) if self.gradient.with_value else (result[0], aux)
 
     def check_aux(self, result: Any, carried: Sequence[Tree]) -> None:
         """Raise FunctreeError if the aux of a result differs from the required aux.
@@ -155,7 +169,7 @@ class GradientFunction(NamedTuple):
 
 
 _AUX = (
-    "return as aux the weight of the micro-batch, a scalar array (`weighted=True`), the next value "
+    "return as aux the weight of the micro-batch, a scalar (`weighted=True`), the next value "
     "of the parameter in `carry=` (a tuple for several parameters), or with both a pair of these"
 )
 
@@ -209,6 +223,8 @@ class Call(NamedTuple):
         function = self.function
         record = self.leaves.skeleton.fill(values)
         result = function.signature.run(function.partial.fun, record)
+        if function.weighted:
+            result = function.with_weight(result)
         function.check_aux(result, list(map(self.value_at, function.named[Role.CARRIED])))
         return result
 
