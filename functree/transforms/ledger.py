@@ -23,6 +23,7 @@ from functree.calls.signature import AnyFunction
 from functree.compiled.layouts import Layouts, layouts_of, named
 from functree.compiled.ledger import Ledger
 from functree.compiled.shardy import ARGUMENT
+from functree.devices.meshes import MeshLike, mesh_view
 from functree.errors import FunctreeValueError
 from functree.layout.layout import LayoutTree
 from functree.transforms.jit.jit import jit
@@ -138,8 +139,8 @@ class LoweredCall(NamedTuple):
     compiled: Callable[[], tuple[Ledger, str]]
     of_arrays: Callable[..., Tree]
     arrays: Sequence[AnyArray]
-    mesh: Mesh | None = None
-    fn: Function[..., Tree] | None = None
+    mesh: Mesh | None
+    fn: Function[..., Tree] | None
 
 
 def call_of(
@@ -210,7 +211,7 @@ def _own_call(
 
 
 def _others_call(
-    fn: Any, args: Sequence[Tree], kwargs: dict[str, Tree], mesh: Mesh | AbstractMesh | None
+    fn: Any, args: Sequence[Tree], kwargs: dict[str, Tree], mesh: MeshLike
 ) -> LoweredCall:
     """Lower a call of a function that another library jitted."""
     wrapped = fn.lower(*args, **kwargs)
@@ -231,12 +232,13 @@ def _others_call(
         with heard_compiling() as heard:
             stage = wrapped.compile()
         stage = getattr(stage, "compiled", stage)
+        used = None if mesh is None else mesh_view(mesh).mesh
         ledger = ledger_of(
             stage,
             _name(fn),
             parameters,
             results,
-            mesh,
+            used,
             heard.warnings,
             layouts=found_layouts,
             of_program=False,
@@ -258,6 +260,8 @@ def _others_call(
         compiled,
         of_arrays,
         arrays,
+        None,
+        None,
     )
 
 

@@ -293,10 +293,10 @@ def test_on_the_current_mesh(mesh: Mesh) -> None:
 
 
 def test_what_cannot_be_compiled() -> None:
-    with raises("sin is already jitted: pass layouts and `mesh=` where you jit it"):
+    with raises("sin is already jitted: pass `in_shardings=` where you jit it"):
         ft.ledger(jax.jit(jnp.sin), jnp.ones(3), in_shardings=P())
     for door in (ft.ledger, ft.layouts, ft.why):
-        with raises("is already jitted: pass layouts and `mesh=` where you jit it"):
+        with raises("is already jitted: pass `mesh=` where you jit it"):
             door(ft.jit(lambda x: 2 * x), jnp.ones(3), mesh=MESH)
     with raises("ledger: invalid arguments", "a function"):
         ft.ledger(3)  # pyright: ignore[reportArgumentType]
