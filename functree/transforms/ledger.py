@@ -167,14 +167,16 @@ def call_of(
     if not hasattr(fn, "lower"):
         fn = jit(fn, in_shardings=in_shardings, out_shardings=out_shardings, mesh=mesh)
     else:
-        given = [in_shardings, out_shardings]
+        given = {"in_shardings": in_shardings, "out_shardings": out_shardings}
         # A mesh names the mesh axes of another library's program. A function made with `ft.jit` has
         # its own mesh.
         if isinstance(fn, Function):
-            given.append(mesh)
-        if any(value is not None for value in given):
+            given["mesh"] = mesh
+        options = [f"`{name}=`" for name, value in given.items() if value is not None]
+        if options:
             raise FunctreeValueError(
-                f"{what}: {_name(fn)} is already jitted: pass layouts and `mesh=` where you jit it"
+                f"{what}: {_name(fn)} is already jitted: pass {' and '.join(options)} where you "
+                "jit it"
             )
     if isinstance(fn, Function):
         return _own_call(fn, args, kwargs)

@@ -40,6 +40,18 @@ def close(found: Any, expected: Any, tolerance: float) -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", ["int16", "uint16", "uint32"])
+def test_positions_of_any_integer_dtype(dtype: str) -> None:
+    seq, window = 1024, 5
+    query, key, value = arrays(seq, 2, 1)
+    reverse = jnp.arange(seq)[::-1]
+    found = attend(
+        query, key, value, window=window, positions=reverse.astype(dtype), implementation="chunked"
+    )
+    mask = Mask(reverse[None], reverse[None], None, None, window)
+    close(found, oracle(query, key, value, mask), 1e-5)
+
+
 # seq, heads, kv_heads, window, packed, chunk
 CHUNKED = [
     (40, 4, 2, None, False, math.inf),

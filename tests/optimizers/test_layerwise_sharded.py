@@ -170,7 +170,10 @@ def test_inside_shard_map():
 
 def test_state_beside_arrays_on_one_device():
     """The state of an array on one device is there, or on the mesh."""
-    params = {"stack": ft.shard(jnp.ones((8, 4, 4)), P("data"), MESH), "one": np.ones((4, 4), np.float32)}
+    params = {
+        "stack": ft.shard(jnp.ones((8, 4, 4)), P("data"), MESH),
+        "one": np.ones((4, 4), np.float32),
+    }
     for tx in (optax.sgd(0.1), optax.adam(0.1), optax.adafactor(0.1)):
         found = jax.tree.leaves(ft.layerwise(tx).init(params))
         of_stack = [x for x in found if x.shape == (8, 4, 4)]

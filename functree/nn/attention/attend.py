@@ -100,8 +100,10 @@ def attend(
                 'such as attention="chunked"'
             )
         return _by_function(implementation, query, key, value, window, segments)
-    if positions is not None and positions.ndim > 1:
-        positions = jnp.broadcast_to(positions, query.shape[:-2])
+    if positions is not None:
+        positions = as_int32(positions)  # differences of unsigned integers would wrap
+        if positions.ndim > 1:
+            positions = jnp.broadcast_to(positions, query.shape[:-2])
     given = Inputs(query, key, value, segments, positions)
     parts = _parts(given, context)
     plain = _on_shards(_plain(parts, window, math.inf if implementation == "xla" else CHUNK))
