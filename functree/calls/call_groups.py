@@ -324,7 +324,7 @@ def traces_of(partial: Partial, signature: Signature, *options: Tree) -> Traces:
     # compared by structure and leaves.
     try:
         skeleton, _ = Skeleton.apart(options)
-        skeleton.check_hashable()
+        skeleton.learn(options).check_hashable()
         shared = _shared(partial.fun)
     except (TypeError, ValueError, FunctreeError):
         return Traces(partial.fun, signature)
