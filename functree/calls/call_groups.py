@@ -17,7 +17,6 @@ from jax.sharding import NamedSharding, Sharding
 from functree.calls.signature import AnyFunction, Partial, Signature
 from functree.calls.static_arguments import check_static
 from functree.devices.placement import is_concrete, mesh_of
-from functree.errors import FunctreeError
 from functree.labels.leaves import read, too_deep
 from functree.tree.arrays import AnyArray, Tree, abstract, is_array
 from functree.tree.paths import Path
@@ -324,9 +323,10 @@ def traces_of(partial: Partial, signature: Signature, *options: Tree) -> Traces:
     # compared by structure and leaves.
     try:
         skeleton, _ = Skeleton.apart(options)
-        skeleton.learn(options).check_hashable()
+        for _, option in skeleton.others:
+            hash(option)
         shared = _shared(partial.fun)
-    except (TypeError, ValueError, FunctreeError):
+    except (TypeError, ValueError):
         return Traces(partial.fun, signature)
     key = (skeleton, len(partial.args), frozenset(partial.kwargs))
     traces = shared.get(key)
