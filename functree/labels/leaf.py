@@ -58,7 +58,7 @@ class Leaf(NamedTuple):
         unnamed: for each dimension, its token in the annotation if the token is not a name;
             otherwise an empty string. The tuple is empty if all dimensions are named.
         spec: the `PartitionSpec` in its annotation, or None.
-        misfit: the problem if its axes cannot be determined, or None.
+        misfit: the reason why its axes cannot be determined, and the remedy; None if they can.
         forms: the alternatives of its annotation that fit its rank.
         within: the classes of the nodes above it, outermost first.
         seen: the path that filters match. For a layout's filters, it begins at the root of the tree
@@ -77,7 +77,7 @@ class Leaf(NamedTuple):
     annotated: bool = False
     unnamed: tuple[str, ...] = ()
     spec: PartitionSpec | None = None
-    misfit: Problem | None = None
+    misfit: tuple[str, str] | None = None
     forms: tuple[ArrayForm, ...] = ()
     within: tuple[type, ...] = ()
     seen: Path | None = None

@@ -37,7 +37,7 @@ from functree.labels.annotations.given_names import (
     unmatched,
 )
 from functree.labels.annotations.hints import NOTHING, Hint, field_hints
-from functree.labels.annotations.leaf_axes import LeafAxes, leaf_axes, misfit
+from functree.labels.annotations.leaf_axes import leaf_axes
 from functree.labels.leaf import Leaf, array_problem
 from functree.tree.arrays import AnyArray, Tree, is_array, is_unheld_number, unheld
 from functree.tree.axes import Axes, Names
@@ -167,7 +167,10 @@ def tree_axes(tree: Tree, names: Mapping[type, Names] | None = None) -> Any:
     if invalid is not None:
         raise AxesError(invalid)
     leaves = read(tree, names)
-    problems = [*leaves.problems, *(leaf.misfit for leaf in leaves.leaves if leaf.misfit)]
+    problems = list(leaves.problems)
+    for leaf in leaves.leaves:
+        if leaf.misfit is not None:
+            problems.append(leaf.problem(*leaf.misfit))
     if problems:
         raise AxesError("the axes of the tree cannot be determined", problems)
     return leaves.skeleton.spread(leaf.axes for leaf in leaves.leaves)
@@ -307,8 +310,6 @@ class _Walk:
             stack = (*stack, *pending.names.stack)
         outside = given_axes(place, given) if given else None
         axes = self.leaf_axes(value.shape, value.dtype, hint, outside, stack)
-        if not isinstance(axes, LeafAxes):
-            axes = misfit(value, place, stack, axes)
         self.leaves.append(Leaf(place, value, *axes, within, place, (), len(stack), buffer))
 
     def _node(self, node: Tree, kind: Kind, path: Keys, hint: Hint, context: Context) -> None:
@@ -354,9 +355,7 @@ class _Walk:
             unstacked = min(max(len(entry.axes) - len(child.shape), 0), entry.stacked)
             declared, stacked = Axes(*entry.axes[unstacked:]), entry.stacked - unstacked
             axes = self.leaf_axes(child.shape, child.dtype, NOTHING, declared, ())
-            if not isinstance(axes, LeafAxes):
-                axes = misfit(child, place, (), axes)
-            elif declared and not any(declared):
+            if axes.misfit is None and declared and not any(declared):
                 axes = axes._replace(annotated=False, unnamed=())
             self.leaves.append(Leaf(place, child, *axes, within, place, (), stacked))
 

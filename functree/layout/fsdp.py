@@ -113,7 +113,7 @@ class FSDP(Layout):
         if leaf.misfit is not None and not start.faults:
             # Layers stacked without `ft.Stacked` do not fit their annotations. Without this fault,
             # the dimension that stacks them could be sharded.
-            return start.wrong((leaf.misfit.why, leaf.misfit.remedy))
+            return start.wrong(leaf.misfit)
         start = self._mentioned(leaf, start)
         free = self._free(leaf, start)
         stays = self._stays(leaf, start, free)

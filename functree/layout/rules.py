@@ -151,7 +151,7 @@ class AxisRules(Layout):
         if leaf.spec is not None:
             return start  # a `PartitionSpec` in an annotation overrides rules
         if leaf.misfit is not None:
-            return start.wrong((leaf.misfit.why, leaf.misfit.remedy))
+            return start.wrong(leaf.misfit)
         # A scalar has no dimensions, so it needs no names.
         if not leaf.annotated and leaf.shape:
             if self.unnamed == "error":

@@ -237,7 +237,7 @@ def check_sizes(
         if leaf.misfit is not None:
             # The misfit's own remedy is for models: it explains how to hold a stack of layers.
             remedy = "pass an array with these dimensions, or change the annotation"
-            problems.append(leaf.misfit._replace(remedy=remedy))
+            problems.append(leaf.problem(leaf.misfit[0], remedy))
             continue
         if not dtype_fits(form.dtype, leaf.value.dtype):
             wanted = form.dtype.__name__

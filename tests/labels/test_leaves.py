@@ -388,7 +388,7 @@ def states(*refs: ft.StateRef) -> Any:
 def test_state_of_another_rank_than_its_refs() -> None:
     named = states(ft.StateRef(jnp.ones(4), "embed"), ft.StateRef(jnp.ones(4)), ft.StateRef(0.0))
     found = read({"s": named}).leaves
-    assert [leaf.misfit.why for leaf in found if leaf.misfit] == [
+    assert [leaf.misfit[0] for leaf in found if leaf.misfit] == [
         'has 2 dimensions, but `"embed"` has 1',
         'has 2 dimensions, but `"_"` has 1',
         'has 1 dimension, but `""` has 0',

@@ -8,12 +8,10 @@ from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from functree.errors import Problem, count
+from functree.errors import count
 from functree.labels.annotations.hints import ArrayForm, Hint, dtype_fits, form_of_axes
-from functree.labels.leaf import array_problem
-from functree.tree.arrays import AnyArray, DType
+from functree.tree.arrays import DType
 from functree.tree.axes import Axes, OpenAxes
-from functree.tree.paths import Path
 
 
 class LeafAxes(NamedTuple):
@@ -23,26 +21,22 @@ class LeafAxes(NamedTuple):
     annotated: bool = False
     unnamed: tuple[str, ...] = ()
     spec: PartitionSpec | None = None
-    misfit: Problem | None = None
+    misfit: tuple[str, str] | None = None
     forms: tuple[ArrayForm, ...] = ()
 
-
-Fault = tuple[str, str]
-"""The reason why an annotation does not apply, and the remedy."""
 
 Shape = tuple[int, ...]
 
 
-def misfit(value: AnyArray, path: Path, stack: tuple[str, ...], fault: Fault) -> LeafAxes:
+def _misfit(shape: Shape, stack: tuple[str, ...], why: str, remedy: str) -> LeafAxes:
     """Return the axes of an array whose annotation does not apply."""
-    axes = _unknown(value.shape, stack)
-    return LeafAxes(axes, True, misfit=array_problem(path, value, *fault))
+    return LeafAxes(_unknown(shape, stack), True, misfit=(why, remedy))
 
 
 def leaf_axes(
     shape: Shape, dtype: DType, hint: Hint, given: Axes | OpenAxes | None, stack: tuple[str, ...]
-) -> LeafAxes | Fault:
-    """Return the axes of an array, or the reason why its annotation does not apply.
+) -> LeafAxes:
+    """Return the axes of an array.
 
     The axes of its stacks come first, followed by its other axes. The other axes are `given`, or
     come from its annotation.
@@ -57,18 +51,19 @@ def leaf_axes(
         fitting = [form._replace(dtype=f.dtype, spec=f.spec) for f in fitting] or [form]
         return _chosen(shape, dtype, hint, fitting, stack)
     if hint.error:
-        return (
-            f"its annotation `{hint.text}` cannot be resolved: {hint.error}",
+        why = f"its annotation `{hint.text}` cannot be resolved: {hint.error}"
+        remedy = (
             "write an annotation that Python can evaluate: define or import its names in the "
-            "class's module, not in a function or under `TYPE_CHECKING`",
+            "class's module, not in a function or under `TYPE_CHECKING`"
         )
+        return _misfit(shape, stack, why, remedy)
     if not hint.forms:
         # A stack of scalars has only the axes of the stack, so all its axes are named.
         return LeafAxes(_unknown(shape, stack), bool(stack) and ndim == 0)
     for form in hint.forms:
         if form.wrong:
             remedy = "write only axis names in the annotation, and choose mesh axes with rules"
-            return f"{form.wrong}: `{hint.text}`", remedy
+            return _misfit(shape, stack, f"{form.wrong}: `{hint.text}`", remedy)
     if not fitting:
         ranks = sorted({len(form.dims) for form in hint.forms})
         return _wrong_rank(shape, hint.text, stack, ranks)
@@ -77,7 +72,7 @@ def leaf_axes(
 
 def _chosen(
     shape: Shape, dtype: DType, hint: Hint, fitting: Sequence[ArrayForm], stack: tuple[str, ...]
-) -> LeafAxes | Fault:
+) -> LeafAxes:
     """Choose among the alternatives with the right rank, by dtype if their axes or specs differ."""
     options = _different(fitting, shape, stack)
     if len(options) > 1:
@@ -93,7 +88,7 @@ def _chosen(
         "give the alternatives different ranks or dtypes, or name the axes with "
         "`Annotated[Array, ft.Axes(...)]`"
     )
-    return why, remedy
+    return _misfit(shape, stack, why, remedy)
 
 
 def _different(forms: Sequence[ArrayForm], shape: Shape, stack: tuple[str, ...]) -> list[LeafAxes]:
@@ -144,7 +139,7 @@ STACK = (
 )
 
 
-def _wrong_rank(shape: Shape, hint: str, stack: tuple[str, ...], ranks: Sequence[int]) -> Fault:
+def _wrong_rank(shape: Shape, hint: str, stack: tuple[str, ...], ranks: Sequence[int]) -> LeafAxes:
     have = len(shape)
     after = ""
     if stack:
@@ -156,4 +151,4 @@ def _wrong_rank(shape: Shape, hint: str, stack: tuple[str, ...], ranks: Sequence
             f"{STACK}; otherwise {remedy} (or the axes of its `StateRef`), name its dimensions in "
             "the layout (`names={cls: ft.names(...)}`), or lay it out with a spec (`P(...)`)"
         )
-    return why, remedy
+    return _misfit(shape, stack, why, remedy)
