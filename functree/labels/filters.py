@@ -158,7 +158,8 @@ def first_key(pattern: str) -> Path:
 def glob(pattern: str) -> Filter:
     """Select leaves whose path matches a glob.
 
-    `*` matches any text within one part, and `**` matches any number of parts.
+    `*` matches any text within one part, and `**` matches any number of parts. Keys must not
+    contain the control characters U+001E and U+001F.
 
     Args:
         pattern: parts joined by dots. Quote each string key that is not an identifier. Wildcards in
