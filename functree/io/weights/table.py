@@ -110,11 +110,10 @@ _OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 
 def _filled(place: re.Match[str], numbers: Mapping[str, int]) -> str:
-    """Compute an expression in braces.
+    """Compute an expression in braces: integer arithmetic with `+`, `-`, `*`, `//` and `%`.
 
-    An expression may contain known names and `+`, `-`, `*`, `//` and `%`. In any other expression,
-    and in a division by zero, only the known names are replaced. The braces are then kept, so no
-    tensor has this name.
+    If an expression cannot be computed, only the known names are replaced, and the braces are kept.
+    No tensor has such a name.
     """
     expression = _NAME.sub(lambda name: str(numbers.get(name[0], name[0])), place[1])
     try:
