@@ -2,11 +2,12 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from functree.argument_checks import (
     Flag,
@@ -34,6 +35,16 @@ from functree.tree.nodes import outermost
 
 Norms = Literal["before", "after"]
 """Where a block's norms are: before its layers, or after each of them."""
+
+# Values are converted, since equal dtypes such as `jnp.float32` and `"float32"` hash differently,
+# and NumPy's numbers cannot be written as JSON.
+_SPELLINGS = {
+    int: int,
+    int | None: int,
+    float: float,
+    float | None: float,
+    DTypeLike: jnp.dtype,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,16 +147,13 @@ class TransformerConfig:
     def __post_init__(self) -> None:
         kinds = {name: (getattr(self, name), kind) for name, kind in _KINDS.items()}
         check("TransformerConfig: invalid fields", *_without_experts(self), **kinds)
-        # NumPy's numbers cannot be written as JSON.
-        for name, value in vars(self).items():
-            if isinstance(value, np.generic):
-                object.__setattr__(self, name, value.item())
-        # Equal dtypes such as `jnp.float32` and `"float32"` hash differently.
-        for name in ("param_dtype", "compute_dtype"):
-            object.__setattr__(self, name, jnp.dtype(getattr(self, name)))
+        for name, hint in _HINTS.items():
+            value = getattr(self, name)
+            if value is not None and hint in _SPELLINGS:
+                object.__setattr__(self, name, _SPELLINGS[hint](value))
 
 
-_KINDS = kinds_of(TransformerConfig)
+_KINDS, _HINTS = kinds_of(TransformerConfig), get_type_hints(TransformerConfig)
 
 
 def _without_experts(config: TransformerConfig) -> Iterator[Problem]:
