@@ -155,16 +155,9 @@ class Instruction:
 
     def metadata(self, name: str) -> str | None:
         """Return the text of a metadata entry, such as `op_name`; None if there is none."""
-        metadata = _METADATA.search(self._rest)
-        if metadata is None:
-            return None
-        match = _entry(name).search(metadata[1])
-        if match is None:
-            return None
-        quoted, plain = match.groups()
-        if quoted is None:
-            return plain
-        return quoted
+        start = self._rest.find(", metadata={")
+        match = _entry(name).search(self._rest, start) if start >= 0 else None
+        return None if match is None else match[1] or match[2]
 
     def __repr__(self) -> str:
         return f"<{self.opcode} {self.name}>"
@@ -173,7 +166,7 @@ class Instruction:
 @cache
 def _entry(name: str) -> re.Pattern[str]:
     """Return the pattern of a metadata entry."""
-    return re.compile(rf'(?:^|\s){name}=(?:"((?:[^"\\]|\\.)*)"|(\S+))')
+    return re.compile(rf'[\s{{]{name}=(?:"((?:[^"\\]|\\.)*+)"|([^\s}}]+))')
 
 
 def _end_of_value(text: str, start: int) -> int:

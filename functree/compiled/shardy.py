@@ -270,14 +270,10 @@ def _inline(outer: Any, functions: dict[str, Any]) -> None:
         operation.erase()
 
 
-def _given_shardings(main: Any) -> dict[Any, Any]:
-    """Return the given shardings by argument; arguments without one are left out."""
-    shardings: dict[Any, Any] = {}
-    for argument, attributes in zip(_arguments(main), main.attributes["arg_attrs"], strict=True):
-        for attribute in attributes:
-            if attribute.name == "sdy.sharding":
-                shardings[argument] = attribute.attr
-    return shardings
+def _given_shardings(main: Any) -> set[Any]:
+    """Return the arguments with a given sharding."""
+    arguments = zip(_arguments(main), main.attributes["arg_attrs"], strict=True)
+    return {argument for argument, attributes in arguments if _sharding(attributes)}
 
 
 def _record_written(main: Any) -> None:
