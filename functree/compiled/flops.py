@@ -280,25 +280,17 @@ def convolution_flops(
 
 def _windows(convolution: Instruction) -> list[_Window]:
     """Return the window of each spatial dimension."""
-    text = convolution.attribute("window") or ""
     attributes: dict[str, list[str]] = {}
-    for name, values in re.findall(r"(\w+)=(\S+)", text.strip("{}")):
+    for name, values in re.findall(r"(\w+)=([^\s}]+)", convolution.attribute("window") or ""):
         attributes[name] = values.split("x")
     sizes = attributes.get("size", [])
-    others = ["1"] * len(sizes)
-    columns = zip(
-        sizes,
-        attributes.get("stride", others),
-        attributes.get("pad", ["0_0"] * len(sizes)),
-        attributes.get("lhs_dilate", others),
-        attributes.get("rhs_dilate", others),
-        strict=True,
+    ones = ["1"] * len(sizes)
+    pads = [pad.partition("_")[0] for pad in attributes.get("pad", ["0"] * len(sizes))]
+    stride, of_image, of_kernel = (
+        attributes.get(name, ones) for name in ("stride", "lhs_dilate", "rhs_dilate")
     )
-    windows: list[_Window] = []
-    for size, stride, pad, of_image, of_kernel in columns:
-        low = pad.partition("_")[0]
-        windows.append(_Window(int(size), int(stride), int(low), int(of_image), int(of_kernel)))
-    return windows
+    columns = zip(sizes, stride, pads, of_image, of_kernel, strict=True)
+    return [_Window(*map(int, each)) for each in columns]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -6,6 +6,7 @@ the memory by part.
 
 import html
 import math
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
@@ -215,13 +216,6 @@ _CPU = (
 )
 
 
-class _Total(NamedTuple):
-    """The total of collectives with the same parameter, kind, mesh axes and phase."""
-
-    runs: int
-    bytes: int
-
-
 def moved_changes(before: Sequence[Collective], after: Sequence[Collective]) -> Iterator[Change]:
     """Compare the arrays that two programs move.
 
@@ -232,14 +226,17 @@ def moved_changes(before: Sequence[Collective], after: Sequence[Collective]) -> 
         _by_parameter(after),
         _path,
         _properties,
-        lambda key, total: (_what(key), Bytes(total.bytes)),
+        lambda key, alike: (_what(key), _moved_bytes(alike)),
     )
 
 
 def moved_total(before: Sequence[Collective], after: Sequence[Collective]) -> Change:
     """Compare the total bytes that two programs move to each device."""
-    old, new = (Bytes(sum(collective.total for collective in moved)) for moved in (before, after))
-    return Change(Path(), "moved to each device", old, new)
+    return Change(Path(), "moved to each device", _moved_bytes(before), _moved_bytes(after))
+
+
+def _moved_bytes(collectives: Sequence[Collective]) -> Bytes:
+    return Bytes(sum(collective.total for collective in collectives))
 
 
 def memory_changes(before: Memory, after: Memory) -> Iterator[Change]:
@@ -261,22 +258,12 @@ _Key = tuple[tuple[Path, ...], str, tuple[str, ...] | None, str | None]
 """The parameters, kind, mesh axes and phase of some collectives."""
 
 
-def _by_parameter(collectives: Sequence[Collective]) -> dict[_Key, _Total]:
-    totals: dict[_Key, _Total] = {}
-    for collective in collectives:
-        key = (
-            tuple(full_paths(collective)),
-            collective.kind,
-            collective.mesh_axes,
-            collective.phase,
-        )
-        runs, size = totals.get(key, (0, 0))
-        if collective.count is None:
-            runs += 1  # a loop of unknown length is counted once, as in `Ledger.totals`
-        else:
-            runs += collective.count
-        totals[key] = _Total(runs, size + collective.total)
-    return totals
+def _by_parameter(collectives: Sequence[Collective]) -> dict[_Key, list[Collective]]:
+    by_parameter = defaultdict[_Key, list[Collective]](list)
+    for one in collectives:
+        key = tuple(full_paths(one)), one.kind, one.mesh_axes, one.phase
+        by_parameter[key].append(one)
+    return by_parameter
 
 
 def _path(key: _Key) -> Path:
@@ -287,8 +274,10 @@ def _path(key: _Key) -> Path:
     return paths[0]
 
 
-def _properties(key: _Key, total: _Total) -> dict[str, int]:
-    return {_what(key, "bytes of "): Bytes(total.bytes), _what(key, "runs of "): total.runs}
+def _properties(key: _Key, alike: Sequence[Collective]) -> dict[str, int]:
+    # A loop of unknown length is counted once, as in `Ledger.totals`.
+    runs = sum(1 if one.count is None else one.count for one in alike)
+    return {_what(key, "bytes of "): _moved_bytes(alike), _what(key, "runs of "): runs}
 
 
 def _what(key: _Key, of: str = "") -> str:
@@ -334,18 +323,14 @@ class _Page(NamedTuple):
     def _moved(self, most: int | None) -> str:
         if not self.ledger.collectives:
             return ""
-        axes = _bytes_by(
-            self.ledger.collectives, lambda collective: self._axes(collective.mesh_axes)
-        )
-        kinds = _bytes_by(self.ledger.collectives, lambda collective: collective.kind)
-        phases = _bytes_by(
-            self.ledger.collectives, lambda collective: collective.phase or "unknown"
-        )
-        lists = (
-            list_html("By mesh axis", axes)
-            + list_html("By kind", kinds)
-            + list_html("By phase", phases)
-        )
+        lists = ""
+        properties: dict[str, Callable[[Collective], str]] = {
+            "By mesh axis": lambda collective: self._axes(collective.mesh_axes),
+            "By kind": lambda collective: collective.kind,
+            "By phase": lambda collective: collective.phase or "unknown",
+        }
+        for title, key in properties.items():
+            lists += list_html(title, _bytes_by(self.ledger.collectives, key))
         rows = rows_of_parameters(self.ledger.collectives)
         left_out = ""
         if most is not None and len(rows) > most:

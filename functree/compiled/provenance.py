@@ -259,17 +259,6 @@ class Provenance:
                     known[parameter] = output
         return known
 
-    def _new_values(self, moved: MovedArray) -> list[HloValue]:
-        """Return the new values of parameters that an optimizer computes from the moved array.
-
-        The list is empty if anything else depends on the array.
-        """
-        outputs = self._uses.updates(moved)
-        if any(self._replaced[output] is None for output in outputs):
-            return []
-        results = self._flow.results
-        return [results[output][0] for output in outputs]
-
     def _families(self, outputs: Collection[int]) -> list[set[int]]:
         """Group the parameters that some outputs replace, each with its moments and averages.
 
@@ -432,15 +421,22 @@ class Provenance:
         if self._depends_on_backward(moved.operand):
             return "update"
         # An optimizer may use a parameter without its gradient, for example in a norm.
-        if self._are_updates(self._new_values(moved)):
+        if self._is_for_updates(moved):
             return "update"
         return "forward"
 
-    def _are_updates(self, values: Sequence[HloValue]) -> bool:
-        """Return whether there is at least one value, and all depend on the backward pass."""
-        # For each part of a global norm, `values` are all new values, so sets are compared first.
-        known = self._dependent.issuperset(values)
-        return bool(values) and (known or all(map(self._depends_on_backward, values)))
+    def _is_for_updates(self, moved: MovedArray) -> bool:
+        """Return whether an optimizer computes only new values of parameters from the moved array.
+
+        The new values must depend on the backward pass.
+        """
+        outputs = self._uses.updates(moved)
+        if not outputs or any(self._replaced[output] is None for output in outputs):
+            return False
+        results = self._flow.results
+        # For each part of a global norm, these are all new values, so sets are compared first.
+        values = {results[output][0] for output in outputs}
+        return self._dependent >= values or all(map(self._depends_on_backward, values))
 
     def _depends_on_backward(self, value: HloValue) -> bool:
         """Return whether a value depends on the backward pass."""

@@ -59,16 +59,6 @@ class CompiledProgram(NamedTuple):
     layouts: Callable[[], Layouts] | None = None
 
 
-def read_ledger(program: CompiledProgram) -> Ledger:
-    """Read the ledger of a program.
-
-    Raises:
-        FunctreeError: if the program does not have one parameter for each of the function's arrays.
-    """
-    with _without_collector():
-        return _read(program)
-
-
 @contextmanager
 def _without_collector() -> Iterator[None]:
     """Pause Python's garbage collector.
@@ -85,7 +75,13 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _read(program: CompiledProgram) -> Ledger:
+@_without_collector()
+def read_ledger(program: CompiledProgram) -> Ledger:
+    """Read the ledger of a program.
+
+    Raises:
+        FunctreeError: if the program does not have one parameter for each of the function's arrays.
+    """
     reader = _Reader(program)
     moved = list(moved_arrays(reader.flow))
     if moved and program.layouts is not None:
