@@ -199,8 +199,8 @@ class Provenance:
             outputs: the outputs that depend on the parameter's gradient.
         """
         # A model computes with its parameters, not with their moments and averages.
-        members = family & self._uses.in_model
-        members = members or self._in_modules(family) or family & self._uses.in_products
+        members = family & self._uses.in_model | self._in_modules(family)
+        members = members or family & self._uses.in_products
         if not members:
             # An accumulator: the gradient belongs to its parameter.
             named = {self._named_like(member, self._uses.in_model) for member in family}
