@@ -84,7 +84,7 @@ class _StandardError:
                 # prevent that, and no line is lost.
                 os.dup2(reader.original, 2)
                 reader.read_on()
-                reader.close()
+                os.close(reader.write)
                 self._reader = None
             reader.listeners.remove(output)
 
@@ -123,6 +123,7 @@ class _Reader(threading.Thread):
 
     Attributes:
         original: the file descriptor of the original standard error.
+        write: this process's write end of the pipe.
         reading: the lock that is held while text is read and forwarded. For the thread that holds
             the lock, all text is either still in the pipe or already forwarded.
         listeners: the outputs that collect the text.
@@ -130,7 +131,7 @@ class _Reader(threading.Thread):
 
     def __init__(self, read: int, write: int, original: int):
         super().__init__(daemon=True, name="functree: standard error")
-        self._read, self._write, self.original = read, write, original
+        self._read, self.write, self.original = read, write, original
         self.reading: threading.Lock = threading.Lock()
         self.listeners: list[CompilerOutput] = []
         self.start()
@@ -156,10 +157,6 @@ class _Reader(threading.Thread):
         data = os.read(self._read, _CAPACITY)
         for output in self.listeners:
             output.chunks.append(data)
-        self._pass_on(data)
-        return len(data)
-
-    def _pass_on(self, data: bytes) -> None:
         rest = memoryview(data)
         try:
             while rest:
@@ -168,10 +165,7 @@ class _Reader(threading.Thread):
             # The original cannot be written to, for example because it is a pipe without a reader.
             # The text would be lost without the redirection, too.
             pass
-
-    def close(self) -> None:
-        """Close this object's write end of the pipe."""
-        os.close(self._write)
+        return len(data)
 
     def _written(self, milliseconds: int | None) -> bool:
         """Return whether the pipe contains unread text, or has ended.
