@@ -21,6 +21,7 @@ from functree.compiled.table import (
     full_paths,
     idle_text,
     ledger_text,
+    memory_text,
     moves_text,
     peak_notes,
     rows_of_parameters,
@@ -374,11 +375,6 @@ class _Page(NamedTuple):
         )
         whole = [segment for segment in segments if segment.size > 0]
         total = sum(segment.size for segment in whole)
-        texts = [f"peak {bytes_text(memory.peak)}"]
-        if memory.aliases:
-            texts.append(
-                f"{bytes_text(memory.aliases)} of the results reuse the memory of donated arguments"
-            )
         tree = ""
         if memory.arguments:
             tree = tree_html(self._arguments(), "all arguments", "array", opened=False)
@@ -386,7 +382,7 @@ class _Page(NamedTuple):
             "Memory of each device",
             bar_html(whole, max(total, memory.peak)),
             key_html(whole),
-            notes_html([], [", ".join(texts), *peak_notes(memory)]),
+            notes_html([], [memory_text(memory), *peak_notes(memory)]),
             tree,
         )
 

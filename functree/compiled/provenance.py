@@ -317,20 +317,15 @@ class Provenance:
         """The parameters that each output may belong to."""
         return list(map(self._fitting, range(len(self._outputs))))
 
-    def _is_like(self, parameter: int, output: int) -> bool:
-        """Return whether a parameter and an output have the same shape."""
-        return self._shapes.parameters[parameter] == self._shapes.outputs[output]
-
     def _fitting(self, output: int) -> Collection[int]:
         """Find the parameters that an output may belong to."""
+        shapes, shape = self._shapes.parameters, self._shapes.outputs[output]
         made = self._uses.made_of(output)
-        named = self._with_end(
-            self._outputs[output], lambda parameter: self._is_like(parameter, output)
-        )
+        named = self._with_end(self._outputs[output], lambda i: shapes[i] == shape)
         if named:
             return self._chosen(named, made)
         # No name helps, for example if a function returns a bare array.
-        return [i for i in made if self._is_like(i, output)]
+        return [i for i in made if shapes[i] == shape]
 
     def _with_end(self, path: _Keys, fits: Callable[[int], bool]) -> list[int]:
         """Find the fitting parameters whose paths share the longest suffix with a path."""

@@ -8,7 +8,7 @@ frame.
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,7 +62,15 @@ class Sources:
     """
 
     def __init__(self, text: str):
-        self._text = text
+        files: dict[str, str] = dict(_FILE.findall(_table(text, "FileNames")))
+        places: dict[str, tuple[str, int]] = {}
+        for place, file, line in _LOCATION.findall(_table(text, "FileLocations")):
+            places[place] = (files[file], int(line))
+        # The file, the line and the parent of each frame.
+        self._frames: dict[int, tuple[str, int, int]] = {}
+        for frame, place, parent in _FRAME.findall(_table(text, "StackFrames")):
+            # The printed parent is one too high: the outermost frame seems to be its own parent.
+            self._frames[int(frame)] = (*places[place], int(parent or 0) - 1)
         self._known: dict[int, Lines | None] = {}
 
     def of(self, one: Instruction) -> Lines | None:
@@ -84,25 +92,13 @@ class Sources:
             file, line, frame = self._frames[frame]
             yield file, line
 
-    @cached_property
-    def _frames(self) -> dict[int, tuple[str, int, int]]:
-        """The file, the line and the parent of each frame."""
-        files: dict[str, str] = dict(_FILE.findall(self._table("FileNames")))
-        places: dict[str, tuple[str, int]] = {}
-        for place, file, line in _LOCATION.findall(self._table("FileLocations")):
-            places[place] = (files[file], int(line))
-        frames: dict[int, tuple[str, int, int]] = {}
-        for frame, place, parent in _FRAME.findall(self._table("StackFrames")):
-            # The printed parent is one too high: the outermost frame seems to be its own parent.
-            frames[int(frame)] = (*places[place], int(parent or 0) - 1)
-        return frames
 
-    def _table(self, title: str) -> str:
-        """Return the lines of a table at the beginning of the text; empty if there is none."""
-        start = self._text.find(f"\n{title}\n")
-        if start < 0:
-            return ""
-        return self._text[start : self._text.find("\n\n", start + 1)]
+def _table(text: str, title: str) -> str:
+    """Return the lines of a table at the beginning of a text; empty if there is none."""
+    start = text.find(f"\n{title}\n")
+    if start < 0:
+        return ""
+    return text[start : text.find("\n\n", start + 1)]
 
 
 def lines_of(frames: Iterable[tuple[str, int]]) -> Lines | None:
