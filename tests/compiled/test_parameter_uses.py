@@ -1,7 +1,5 @@
 """Which parameters and outputs a moved array has to do with, in texts of programs."""
 
-import pytest
-
 from functree.compiled.data_flow import DataFlow
 from functree.compiled.hlo import Hlo
 from functree.compiled.moved_arrays import MovedArray, moved_arrays
@@ -62,59 +60,3 @@ def test_a_weight_that_travels_around_a_ring() -> None:
     # The loss, too, is multiplied by what follows from it: only what is moved itself counts, and
     # not a sum of it.
     assert not uses.factors(moved["all-reduce"])
-
-
-# A scatter as some compilers write it: a loop over the rows, each added where its token says.
-LOOP = """HloModule jit_step
-
-%less (a: (s32[], f32[16,4], f32[8,4], s32[8])) -> pred[] {
-  %a = (s32[], f32[16,4]{1,0}, f32[8,4]{1,0}, s32[8]{0}) parameter(0)
-  %counted = s32[] get-tuple-element(%a), index=0
-  %end = s32[] constant(8)
-  ROOT %on = pred[] compare(%counted, %end), direction=LT
-}
-
-%adding (b: (s32[], f32[16,4], f32[8,4], s32[8])) -> (s32[], f32[16,4], f32[8,4], s32[8]) {
-  %b = (s32[], f32[16,4]{1,0}, f32[8,4]{1,0}, s32[8]{0}) parameter(0)
-  %i = s32[] get-tuple-element(%b), index=0
-  %sums = f32[16,4]{1,0} get-tuple-element(%b), index=1
-  %rows = f32[8,4]{1,0} get-tuple-element(%b), index=2
-  %tokens = s32[8]{0} get-tuple-element(%b), index=3
-  %zero = s32[] constant(0)
-  %one = s32[] constant(1)
-  %token = s32[1]{0} dynamic-slice(%tokens, %i), dynamic_slice_sizes={1}
-  %place = s32[] bitcast(%token)
-  %row = f32[1,4]{1,0} dynamic-slice(%rows, %i, %zero), dynamic_slice_sizes={1,4}
-  %old = f32[1,4]{1,0} dynamic-slice(%sums, PLACE, %zero), dynamic_slice_sizes={1,4}
-  %sum = f32[1,4]{1,0} add(%old, %row)
-  %new = f32[16,4]{1,0} dynamic-update-slice(%sums, %sum, PLACE, %zero)
-  %next = s32[] add(%i, %one)
-  ROOT %state = (s32[], f32[16,4]{1,0}, f32[8,4]{1,0}, s32[8]{0}) tuple(%next, %new, %rows, %tokens)
-}
-
-ENTRY %main (table: f32[16,4], grads: f32[8,4], ids: s32[8]) -> f32[16,4] {
-  %table = f32[16,4]{1,0} parameter(0)
-  %grads = f32[8,4]{1,0} parameter(1)
-  %ids = s32[8]{0} parameter(2)
-  %nothing = f32[] constant(0)
-  %first = s32[] constant(0)
-  %zeros = f32[16,4]{1,0} broadcast(%nothing), dimensions={}
-  %activations = f32[8,4]{1,0} all-reduce(%grads), replica_groups={}
-  %start = (s32[], f32[16,4]{1,0}, f32[8,4]{1,0}, s32[8]{0}) tuple(%first, %zeros, %activations, %ids)
-  %loop = (s32[], f32[16,4]{1,0}, f32[8,4]{1,0}, s32[8]{0}) while(%start), condition=%less, body=%adding
-  %gradient = f32[16,4]{1,0} get-tuple-element(%loop), index=1
-  %whole = f32[16,4]{1,0} all-reduce(%gradient), replica_groups={}
-  ROOT %updated = f32[16,4]{1,0} add(%table, %whole)
-}
-"""
-
-
-@pytest.mark.parametrize(
-    ("place", "outputs"), [("%place", set()), ("%i", {0})], ids=["where it says", "in order"]
-)
-def test_a_place_that_is_read_from_an_array_is_a_lookup(place: str, outputs: set[int]) -> None:
-    """What is added at such places is another array; in the order of a loop it is the rows of the
-    same one."""
-    flow = DataFlow(Hlo(LOOP.replace("PLACE", place)))
-    uses, moved = ParameterUses(flow), {one.instruction.name: one for one in moved_arrays(flow)}
-    assert uses.outputs(moved["activations"]) == outputs and uses.outputs(moved["whole"]) == {0}
