@@ -14,8 +14,6 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import numpy as np
-
 from functree.compiled.data_flow import DataFlow, runs
 from functree.compiled.hlo import ArrayType, Hlo, Instruction
 from functree.errors import count
@@ -303,11 +301,21 @@ def _meetings(window: _Window, image: int, output: int) -> int:
         output: the size of the output.
     """
     end = (image - 1) * window.image_dilation
-    steps = np.arange(output) * window.stride - window.low
+    common = math.gcd(window.stride, window.image_dilation)
+    # A kernel element meets an image element at every `apart`-th output.
+    apart = window.image_dilation // common
     total = 0
     for index in range(window.size):
-        # The kernel element's positions in the dilated image, one for each output.
-        positions = steps + index * window.kernel_dilation
-        meets = (positions % window.image_dilation == 0) & (positions >= 0) & (positions <= end)
-        total += int(np.count_nonzero(meets))
+        # The kernel element's position in the dilated image, for output 0. For output i, it is at
+        # `start + i * stride`. It meets an element if that position is a multiple of the dilation.
+        start = index * window.kernel_dilation - window.low
+        if start % common:
+            continue
+        inverse = pow(window.stride // common, -1, apart)
+        first = (-start // common) * inverse % apart
+        least = max(0, -(start // window.stride))
+        most = min(output - 1, (end - start) // window.stride)
+        least += (first - least) % apart
+        if least <= most:
+            total += (most - least) // apart + 1
     return total

@@ -267,6 +267,12 @@ DIFFER: list[tuple[list[Any], list[Any], str, str]] = [
     ([FLOATS, FLOATS], [(2, 3), (2, 4)], "y", '"embed" has size 4 here, and 3 in `x`'),
     ([Float[Array, "a a"], FLOATS], [(2, 3), (2, 3)], "x", '"a" has size 3 here, and 2 in `x`'),
     ([FLOATS, Float[Array, "dim=4"]], [(2, 3), (5,)], "y", '"dim=4" requires size 4, but the size'),
+    (
+        [FLOATS, Float[Array, "batch*embed"]],
+        [(2, 3), (5,)],
+        "y",
+        "`batch*embed` is 6, but the size",
+    ),
     ([FLOATS, FLOATS], [(2, 3), (2,)], "y", "has 1 dimension, but `Float"),
     (
         [FLOATS, Int[Array, "batch"]],

@@ -260,9 +260,9 @@ USES: dict[str, Use] = {
     "plan": (ft.plan, {"tree": MODEL, "layout": RULES, "mesh": MESH}),
     "shard": (ft.shard, {"tree": X, "layout": RULES, "mesh": MESH, "axes": "embed hidden"}),
     "shard_map": (
-        lambda **k: ft.shard_map(**k)(jnp.array(X)),
+        lambda refused, **k: ft.shard_map(**k, **({} if refused is None else {"auto": refused}))(jnp.array(X)),
         {
-            "fun": double, "mesh": MESH, "in_specs": P("data"), "out_specs": P("data"),
+            "fun": double, "mesh": MESH, "in_specs": P("data"), "out_specs": P("data"), "refused": None,
         },
     ),
     "signature_layouts": (ft.signature_layouts, {"fun": double, "rules": RULES}),
