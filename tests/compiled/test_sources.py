@@ -82,7 +82,7 @@ CHOSEN = {
     "the user's layer in a package": ([USER, FOREIGN, OWN_LAYER, NUMPY], OWN_LAYER, None),
     "a package in the user's layer": ([USER, OWN_LAYER, FOREIGN], FOREIGN, OWN_LAYER),
     "a package that nobody is known to call": ([MACHINERY, FOREIGN], FOREIGN, None),
-    "JAX, if there is shapes else": ([MACHINERY, NUMPY], NUMPY, None),
+    "JAX, if there is nothing else": ([MACHINERY, NUMPY], NUMPY, None),
 }
 
 
