@@ -18,7 +18,7 @@ from functree.errors import USERS_ERRORS, Problem, RuleError, error_text
 from functree.labels.leaf import Leaf
 from functree.tree.arrays import Tree, value_text
 from functree.tree.globs import glob_pattern, literal_text, match_text, meant_glob
-from functree.tree.paths import Path, tokens
+from functree.tree.paths import Keys, Path, tokens
 
 
 class Filter:
@@ -399,15 +399,17 @@ class FirstMatch:
                 self._literals.setdefault(literal, i)  # the first of two equal globs decides
 
     def __call__(self, leaf: Leaf) -> int | None:
-        # The texts of the path that filters match, and of the paths from names above the leaf. Most
-        # leaves have no such names.
         seen = None if leaf.seen is None else match_text(leaf.seen)
-        named = {root.path[:1]: match_text(root.path) for root in reversed(leaf.roots)}
-        texts = list(named.values())
-        if seen is not None and (leaf.seen or ())[:1] not in named:
-            texts.append(seen)
-        found = [self._literals[text] for text in texts if text in self._literals]
-        least = min(found, default=None)
+        least = None if seen is None else self._literals.get(seen)
+        # The texts of the paths from names above the leaf. Most leaves have no such names.
+        named: dict[Keys, str] = {}
+        if leaf.roots:
+            named = {root.path[:1]: match_text(root.path) for root in reversed(leaf.roots)}
+            texts = list(named.values())
+            if seen is not None and (leaf.seen or ())[:1] not in named:
+                texts.append(seen)
+            found = [self._literals[text] for text in texts if text in self._literals]
+            least = min(found, default=None)
         for i, item, expression, end, first in self._others:
             if least is not None and i > least:
                 break
