@@ -20,7 +20,7 @@ from functree.labels.leaves import read
 from functree.layout.layout import LayoutTree
 from functree.testing.checksums import numbers, wide
 from functree.testing.evidence import Checksums, Values, Watched
-from functree.testing.intermediates import KEPT_ITERATIONS, Site, slots
+from functree.testing.intermediates import KEPT_ITERATIONS, Site
 from functree.testing.operation import Operation, described
 from functree.testing.programs import Both, Program
 from functree.testing.relations import Compared, assignments, on_devices
@@ -215,7 +215,7 @@ def _sites_of_line(finding: Finding) -> list[tuple[Site, Site]] | None:
     for around in scope.right.around:
         step = around.body.steps[around.index]
         if step.name in ("scan", "while"):
-            numbers *= len(slots(step, KEPT_ITERATIONS))
+            numbers *= step.params.get("length", KEPT_ITERATIONS)
     return sites if numbers <= _MOST_NUMBERS else None
 
 

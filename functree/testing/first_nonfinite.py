@@ -1,6 +1,6 @@
 """`first_nonfinite` finds the first operation that makes a NaN or infinity from finite values."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from functree.argument_checks import FUNCTION, check
 from functree.calls.function import Function
 from functree.testing.checksums import SCALE, has_checksum, is_inexact
 from functree.testing.evidence import crossing, fetched, values_of
-from functree.testing.intermediates import KEPT_ITERATIONS, RAN, Site, Watch, slots
+from functree.testing.intermediates import RAN, Site, Watch
 from functree.testing.operation import Operation, described
 from functree.testing.programs import Program
 from functree.testing.scopes import Place, Records
@@ -181,32 +181,13 @@ class _Reading:
         """Return the finding in the bodies of a step."""
         step = body.steps[index]
         constants, carry, rest = step.body_operands(ins)
-        for inner, of_run in self._runs(body, index, place):
+        for inner, of_run in place.runs(body, index, self._records):
             given = [*constants, *carry, *rest]
             finding, outs = self.body(step.bodies[inner], given, of_run)
             if finding is not None:
                 return finding
             carry = outs[: len(carry)]
         return None
-
-    def _runs(self, body: Body, index: int, place: Place) -> Iterator[tuple[int, Place]]:
-        """Yield the index and the place of each body that a step runs, in the order of the runs."""
-        step = body.steps[index]
-        if step.name == "shard_map":
-            yield 0, place.in_shard_map(body, index)
-        elif step.name == "cond":
-            # Records of a branch that no device ran are zero.
-            for inner in range(len(step.bodies)):
-                yield inner, place.inside(body, index, inner, f"in branch {inner}")
-        else:
-            ran = place.of(self._records, index, 0, RAN)
-            last = 0 if ran is None else int(ran.max())
-            for number, slot in enumerate(slots(step, last), 1):
-                yield 0, place.in_iteration(body, index, slot, f"in iteration {number}")
-            # The shared slot belongs to the first later iteration with a bad value, if there is
-            # one.
-            if last > KEPT_ITERATIONS:
-                yield 0, place.in_iteration(body, index, KEPT_ITERATIONS, f"in iteration {last}")
 
 
 def _looked_at(finding: _Finding, badness: Records, program: Program) -> Operation:

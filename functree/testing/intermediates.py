@@ -47,19 +47,6 @@ KEPT_ITERATIONS = 128
 """The number of iterations of a `while` that have separate records. Later ones share one."""
 
 
-def slots(step: Step, ran: int) -> Sequence[int]:
-    """Return the index of each iteration in a record, in the order in which iterations run.
-
-    Args:
-        step: a loop.
-        ran: the number of iterations that a `while` ran.
-    """
-    if step.name == "while":
-        return range(min(ran, KEPT_ITERATIONS))
-    order = range(step.params["length"])
-    return order[::-1] if step.params["reverse"] else order
-
-
 _Found = tuple[Sequence[Any], dict[Site, Record]]
 """The outputs of a body or step, with the records from inside it."""
 

@@ -3,14 +3,14 @@
 A `Place` finds the records of a body's values.
 """
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from functools import cached_property
 
 import numpy as np
 
-from functree.testing.intermediates import RAN, Site, manual_axes, slots
+from functree.testing.intermediates import KEPT_ITERATIONS, RAN, Site, manual_axes
 from functree.testing.steps import Body, Step
 
 Records = Mapping[Site, np.ndarray]
@@ -66,21 +66,52 @@ class Place:
             record = np.take(record, index, dim)
         return record
 
-    def inside(self, body: Body, index: int, inner: int = 0, where: str = "") -> "Place":
+    def runs(
+        self,
+        body: Body,
+        index: int,
+        records: Records,
+        count: Callable[[np.ndarray], int] = np.max,
+    ) -> Iterator[tuple[int, "Place"]]:
+        """Yield the index and the place of each body that a step runs, in the order of the runs.
+
+        Args:
+            body: the body at this place.
+            index: the index of the step.
+            records: the records of the program.
+            count: a function from the numbers of runs on the devices to the number of runs to
+                yield.
+        """
+        step = body.steps[index]
+        if step.name == "shard_map":
+            new = {axis: step.params["mesh"].shape[axis] for axis in manual_axes(step)}
+            yield 0, replace(self._inside(body, index), axes={**self.axes, **new})
+            return
+        if step.name == "cond":
+            for inner in range(len(step.bodies)):
+                ran = self.of(records, index, inner, RAN)
+                if ran is not None and count(ran):
+                    yield inner, self._inside(body, index, inner, f"in branch {inner}")
+            return
+        if step.name == "scan":
+            order = range(step.params["length"])
+            slots = list(enumerate(order[::-1] if step.params["reverse"] else order, 1))
+        else:
+            ran = self.of(records, index, 0, RAN)
+            last = 0 if ran is None else int(count(ran))
+            slots = list(enumerate(range(min(last, KEPT_ITERATIONS)), 1))
+            # The last slot belongs to the last iteration, if there are more iterations than slots.
+            if last > KEPT_ITERATIONS:
+                slots.append((last, KEPT_ITERATIONS))
+        for number, slot in slots:
+            view = (*self.view, (len(self.axes), slot))
+            place = self._inside(body, index, 0, f"in iteration {number}")
+            yield 0, replace(place, view=view)
+
+    def _inside(self, body: Body, index: int, inner: int = 0, where: str = "") -> "Place":
         """Return the place of a body that a step of this body runs."""
         around = (*self.around, Around(body, index, where))
         return replace(self, at=(*self.at, index, inner), around=around)
-
-    def in_shard_map(self, body: Body, index: int) -> "Place":
-        """Return the place of a shard_map's body."""
-        step = body.steps[index]
-        new = {axis: step.params["mesh"].shape[axis] for axis in manual_axes(step)}
-        return replace(self.inside(body, index), axes={**self.axes, **new})
-
-    def in_iteration(self, body: Body, index: int, slot: int, where: str) -> "Place":
-        """Return the place of a loop's body at the iteration with this index in records."""
-        view = (*self.view, (len(self.axes), slot))
-        return replace(self.inside(body, index, 0, where), view=view)
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,43 +212,17 @@ class Scope:
         """Return a step on the mesh."""
         return self.pairs.right.steps[index]
 
-    def in_shard_map(self, i: int, j: int) -> "Scope":
-        """Return the scope of a shard_map's body."""
-        return Scope(
-            self.pairs.inner[i, j][0],
-            self.left.in_shard_map(self.pairs.left, i),
-            self.right.in_shard_map(self.pairs.right, j),
-        )
+    def runs(self, i: int, j: int, left: Records, right: Records) -> Iterator["Scope"]:
+        """Yield the scope of each body that paired steps run, as far as their runs are the same.
 
-    def in_iterations(self, i: int, j: int, left: Records, right: Records) -> Iterator["Scope"]:
-        """Yield the scope of a loop's body at each common iteration, in order."""
-        # Devices may run a loop different numbers of times.
-        ran = [self.left.of(left, i, 0, RAN), self.right.of(right, j, 0, RAN)]
-        one, other = (0 if count is None else int(count.min()) for count in ran)
-        first = slots(self.pairs.left.steps[i], one)
-        second = slots(self.step(j), other)
-        if len(first) != len(second) and self.step(j).name == "scan":
-            return
-        total = max(len(first), len(second))
-        for number, (slot, same) in enumerate(zip(first, second, strict=False), 1):
-            if slot != same:
+        Devices may run different branches, or a loop different numbers of times. The runs that all
+        devices have in common are compared.
+        """
+        for (inner, one), (same, other) in zip(
+            self.left.runs(self.pairs.left, i, left, np.min),
+            self.right.runs(self.pairs.right, j, right, np.min),
+            strict=False,
+        ):
+            if (inner, one.where) != (same, other.where):
                 return
-            where = f"in iteration {number} of {total}"
-            yield Scope(
-                self.pairs.inner[i, j][0],
-                self.left.in_iteration(self.pairs.left, i, slot, where),
-                self.right.in_iteration(self.pairs.right, j, slot, where),
-            )
-
-    def in_branch(self, i: int, j: int, left: Records, right: Records) -> "Scope | None":
-        """Return the scope of the branch that ran, or None if devices ran different branches."""
-        for inner, pairs in enumerate(self.pairs.inner[i, j]):
-            ran = [self.left.of(left, i, inner, RAN), self.right.of(right, j, inner, RAN)]
-            if all(one is not None and one.all() for one in ran):
-                where = f"in branch {inner}"
-                return Scope(
-                    pairs,
-                    self.left.inside(self.pairs.left, i, inner, where),
-                    self.right.inside(self.pairs.right, j, inner, where),
-                )
-        return None
+            yield Scope(self.pairs.inner[i, j][inner], one, other)

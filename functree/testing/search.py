@@ -237,13 +237,9 @@ class Search:
         """Return the finding in the bodies of a step, or None if the step itself is at fault."""
         if (i, j) not in scope.pairs.inner:
             return None
-        name = scope.step(j).name
-        if name == "shard_map":
-            return self._in_shard_map(scope, i, j, result)
-        if name == "cond":
-            branch = scope.in_branch(i, j, self._left, self._right)
-            return None if branch is None else self._in_body(branch)
-        for inner in scope.in_iterations(i, j, self._left, self._right):
+        for inner in scope.runs(i, j, self._left, self._right):
+            if scope.step(j).name == "shard_map":
+                return self._in_shard_map(scope, inner, j, result)
             finding = self._in_body(inner)
             if finding is not None:
                 return finding
@@ -259,8 +255,7 @@ class Search:
                 return self.explained(scope, value)
         return None
 
-    def _in_shard_map(self, scope: Scope, i: int, j: int, result: int) -> Finding | None:
-        inner = scope.in_shard_map(i, j)
+    def _in_shard_map(self, scope: Scope, inner: Scope, j: int, result: int) -> Finding | None:
         value = inner.pairs.right.outputs[result]
         if value not in inner.pairs.right.makers:
             return None
