@@ -20,7 +20,7 @@ from functree.testing.checksums import (
 )
 from functree.testing.intermediates import Site, Watch
 from functree.testing.programs import Program, Sampler
-from functree.testing.relations import Compared
+from functree.testing.relations import Compared, distances
 from functree.testing.scopes import Pairs, Records, Scope
 from functree.testing.steps import Body
 from functree.tree.arrays import is_key
@@ -86,7 +86,7 @@ class Checksums:
         noise = np.zeros(whole.shape)
         for draw in self.draws:
             other = scope.left.viewed(draw[*scope.left.at, i, result]).reshape(2, *whole.shape)[0]
-            noise = np.maximum(noise, _distance(whole, other))
+            noise = np.maximum(noise, _finite(distances(whole, other)))
         kind = scope.pairs.left.steps[i].types[result]
         tolerance = _MARGIN * noise + size * _rounding_of_sum(kind, whole.size)
         return Compared(whole, tolerance, parts)
@@ -121,8 +121,8 @@ class Values:
             return self._coarse.compared(scope, j, result)
         whole, noise = self._tiled(scope, site, self._one[site]), 0.0
         for draw in self._draws:
-            distance = _distance(whole, self._tiled(scope, site, draw[site]))
-            noise = max(noise, distance.max(initial=0))
+            distance = distances(whole, self._tiled(scope, site, draw[site]))
+            noise = max(noise, _finite(distance).max(initial=0))
         kind = scope.pairs.left.steps[i].types[result]
         tolerance = 32 * rounding(kind.dtype) * abs(whole) + _MARGIN * noise
         return Compared(whole, np.asarray(tolerance), wide(parts))
@@ -208,15 +208,9 @@ def _draws(run: Sampler, program: Program) -> list[Records]:
     return [fetched(run(program.perturbed(seed))) for seed in (0, 1)]
 
 
-def _distance(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return the distances between numbers.
-
-    The distance is one for different integers, and zero if a number is not finite.
-    """
-    if not np.issubdtype(one.dtype, np.inexact):
-        return (one != other).astype(np.float64)
-    with np.errstate(invalid="ignore"):
-        return np.nan_to_num(abs(one - other), posinf=0.0)
+def _finite(distance: np.ndarray) -> np.ndarray:
+    """Replace infinite distances with zero, since such numbers show nothing about rounding."""
+    return np.nan_to_num(distance, posinf=0.0)
 
 
 def _rounding_of_sum(kind: Any, tiles: int) -> float:

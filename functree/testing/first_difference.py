@@ -23,7 +23,7 @@ from functree.testing.evidence import Checksums, Values, Watched
 from functree.testing.intermediates import KEPT_ITERATIONS, Site
 from functree.testing.operation import Operation, described
 from functree.testing.programs import Both, Program
-from functree.testing.relations import Compared, assignments, on_devices
+from functree.testing.relations import Compared, assignments, distances, excess, on_devices
 from functree.testing.scopes import Pairs, Scope
 from functree.testing.search import Finding, Search
 from functree.tree.arrays import AnyArray, Tree
@@ -259,18 +259,11 @@ def _largest(compared: Compared, scope: Scope) -> tuple[float, np.ndarray]:
     candidates: list[tuple[float, np.ndarray]] = []
     dims = tuple(range(len(scope.axes), compared.parts.ndim))
     tiles = compared.whole.shape[: compared.whole.ndim - len(dims)]
+    tolerance = np.broadcast_to(compared.tolerance, compared.whole.shape)
     for assignment in assignments(tiles, scope.axes):
         expected = on_devices(compared.whole, assignment, scope.axes)
-        with np.errstate(invalid="ignore"):
-            distance = abs(compared.parts - expected)
-        # Two NaNs at one position are equal. A NaN and a number differ by infinity.
-        alike = np.isnan(compared.parts) & np.isnan(expected)
-        alike |= compared.parts == expected
-        distance = np.where(alike, 0.0, np.nan_to_num(distance, nan=np.inf, posinf=np.inf))
-        margin = on_devices(
-            np.broadcast_to(compared.tolerance, compared.whole.shape), assignment, scope.axes
-        )
-        candidates.append(
-            (float(distance.max(initial=0)), np.asarray((distance > margin).any(dims)))
-        )
+        margin = on_devices(tolerance, assignment, scope.axes)
+        most = distances(expected, compared.parts).max(initial=0)
+        bad = excess(expected, compared.parts, margin)
+        candidates.append((float(most), np.asarray(bad.any(dims))))
     return min(candidates, key=lambda one: one[0])

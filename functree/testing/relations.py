@@ -152,15 +152,30 @@ def on_devices(whole: np.ndarray, assignment: Assignment, axes: Mapping[str, int
     return whole[tuple(tile)]
 
 
-def agree(expected: np.ndarray, found: np.ndarray, tolerance: np.ndarray) -> bool:
-    """Return whether numbers are equal within a tolerance.
+def distances(expected: np.ndarray, found: np.ndarray) -> np.ndarray:
+    """Return the distances between numbers.
 
-    Any two numbers that are not finite agree, and so do integers with a positive tolerance.
+    The distance is zero between two numbers that are not finite, and infinite between a number that
+    is finite and one that is not. Distances between unsigned integers, such as checksums, are
+    modulo a power of two.
     """
-    if not np.issubdtype(expected.dtype, np.inexact):
-        return bool(np.all((expected == found) | (tolerance > 0)))
-    bad = ~np.isfinite(expected)
-    if not np.array_equal(bad, ~np.isfinite(found)):
-        return False
+    bad, also = ~np.isfinite(expected), ~np.isfinite(found)
     with np.errstate(invalid="ignore"):
-        return bool(np.all(bad | (abs(found - expected) <= tolerance)))
+        distance = abs(found - expected)
+    return np.where(bad & also, 0.0, np.where(bad | also, np.inf, distance))
+
+
+def excess(expected: np.ndarray, found: np.ndarray, tolerance: np.ndarray) -> np.ndarray:
+    """Return which numbers differ by more than a tolerance.
+
+    Integers may differ by any amount if their tolerance is positive.
+    """
+    distance = distances(expected, found)
+    if not np.issubdtype(expected.dtype, np.inexact):
+        return (distance > 0) & (tolerance <= 0)
+    return distance > tolerance
+
+
+def agree(expected: np.ndarray, found: np.ndarray, tolerance: np.ndarray) -> bool:
+    """Return whether numbers are equal within a tolerance."""
+    return not excess(expected, found, tolerance).any()
