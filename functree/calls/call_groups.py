@@ -289,25 +289,8 @@ def _reference(fun: AnyFunction) -> Callable[[], AnyFunction]:
     return reference
 
 
-# The keys are a function's identity, then the options. Identity matters because equal callables may
-# behave differently (`F(1)` and `F(True)`). The values do not keep the function alive.
-_SHARED: dict[int, dict[Hashable, Traces]] = {}
-
-
-def _shared(fun: AnyFunction) -> dict[Hashable, Traces]:
-    """Return the traces of a function, keyed by options.
-
-    The traces are deleted together with the function.
-
-    Raises:
-        TypeError: if the function is unhashable or does not support weak references.
-    """
-    hash(fun)  # an unhashable object may change between two wrappers
-    by_options = _SHARED.get(id(fun))
-    if by_options is None:
-        weakref.finalize(fun, _SHARED.pop, id(fun), None)
-        by_options = _SHARED[id(fun)] = {}
-    return by_options
+# The keys are a function, then the options. The values do not keep the function alive.
+_SHARED = weakref.WeakKeyDictionary[AnyFunction, dict[Hashable, Traces]]()
 
 
 def traces_of(partial: Partial, signature: Signature, *options: Tree) -> Traces:
@@ -319,13 +302,17 @@ def traces_of(partial: Partial, signature: Signature, *options: Tree) -> Traces:
         options: a tree of hashable values, which may contain prefix trees of layouts. Traces are
             not shared if an option is unhashable.
     """
+    # Equal callables may behave differently (`F(1)` and `F(True)`), so only callables that equal no
+    # other are shared.
+    if type(partial.fun).__eq__ is not object.__eq__:
+        return Traces(partial.fun, signature)
     # The options are compared as a skeleton, in which 1 and True differ. Trees of layouts are
     # compared by structure and leaves.
     try:
         skeleton, _ = Skeleton.apart(options)
         for _, option in skeleton.others:
             hash(option)
-        shared = _shared(partial.fun)
+        shared = _SHARED.setdefault(partial.fun, {})
     except (TypeError, ValueError):
         return Traces(partial.fun, signature)
     key = (skeleton, len(partial.args), frozenset(partial.kwargs))
