@@ -265,16 +265,12 @@ def _runner(eqn: JaxprEqn, around: Jaxpr) -> Callable[..., Sequence[Any]]:
     The equation becomes a separate program. The program runs in the context in which the equation
     was traced, including its mesh.
     """
-    variables: list[Var] = []
-    for atom in eqn.invars:
-        if not isinstance(atom, Literal) and atom not in variables:
-            variables.append(atom)
-    # The first position of each variable.
-    first = [eqn.invars.index(var) for var in variables]
+    # A position of each variable, which may be an input several times.
+    positions = {var: i for i, var in enumerate(eqn.invars) if not isinstance(var, Literal)}
     info = around.debug_info.with_unknown_names()
-    program = Jaxpr((), variables, eqn.outvars, [eqn], no_effects, info)
+    program = Jaxpr((), list(positions), eqn.outvars, [eqn], no_effects, info)
     function = jaxpr_as_fun(ClosedJaxpr(program, ()))
-    return lambda *arrays: function(*[arrays[i] for i in first])
+    return lambda *arrays: function(*[arrays[i] for i in positions.values()])
 
 
 def _needed(steps: Sequence[Step], outputs: Sequence[Number]) -> list[Step]:
