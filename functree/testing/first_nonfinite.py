@@ -151,7 +151,6 @@ class _Reading:
         # it.
         written = {value for value in body.constants if known[value] == _NAN}
         known.update(dict.fromkeys(written, _FINITE))
-        fixed = set(body.constants)  # and values that depend only on constants
         for index, step in enumerate(body.steps):
             ins = [known[value] for value in step.ins]
             if step.bodies and (*place.at, index) in self._loud:
@@ -160,9 +159,9 @@ class _Reading:
                     return finding, []
             worst = max(ins, default=_FINITE)
             of_written = not written.isdisjoint(step.ins)
-            if of_written and fixed.issuperset(step.ins):
+            # Such a value depends only on constants.
+            if of_written and body.dependent.isdisjoint(step.outs):
                 written.update(step.outs)
-                fixed.update(step.outs)
                 known.update(dict.fromkeys(step.outs, worst))
                 continue
             for result, value in enumerate(step.outs):
