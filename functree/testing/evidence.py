@@ -13,7 +13,6 @@ from functree.testing.checksums import (
     Tiles,
     checksum,
     has_checksum,
-    is_inexact,
     numbers,
     rounding,
     wide,
@@ -23,7 +22,6 @@ from functree.testing.programs import Program, Sampler
 from functree.testing.relations import Compared, distances
 from functree.testing.scopes import Pairs, Records, Scope
 from functree.testing.steps import Body
-from functree.tree.arrays import is_key
 
 # A value may differ by this multiple of its change under perturbed arguments.
 _MARGIN = 8
@@ -61,13 +59,13 @@ class Checksums:
     """Checksums of the values that leave their source line.
 
     Attributes:
-        tiles: the tiles of each value that can be compared.
+        tiles: the tiles of each value that can be compared, as in `tiles_of`.
         left: the checksums on one device, with the sums of absolute values.
         draws: the checksums on one device for perturbed arguments, each draw with a different seed.
         right: the checksums on the mesh.
     """
 
-    tiles: Mapping[Site, Tiles | None]
+    tiles: Mapping[Site, Tiles]
     left: Records
     draws: Sequence[Records]
     right: Records
@@ -135,8 +133,6 @@ class Values:
         record = wide(scope.left.viewed(record))
         record = record.reshape(record.shape[len(scope.axes) :])
         tiles = self._coarse.tiles[site]
-        if tiles is None:
-            return record
         tiles = (*tiles, *(1,) * (record.ndim - len(tiles)))
         cut: list[int] = []
         for size, number in zip(record.shape, tiles, strict=True):
@@ -145,23 +141,19 @@ class Values:
         return record.reshape(cut).transpose(order)
 
 
-def tiles_of(pairs: Pairs) -> dict[Site, Tiles | None]:
+def tiles_of(pairs: Pairs) -> dict[Site, Tiles]:
     """Return the tiles into which a shard_map's devices cut each value that can be compared.
 
-    The tiles are None for a value outside shard_maps. The keys are the values' sites in the program
-    on one device.
+    A value outside shard_maps is one tile. The keys are the values' sites in the program on one
+    device.
     """
-    found: dict[Site, Tiles | None] = {}
+    found: dict[Site, Tiles] = {}
     for left, one, other, manual in pairs.sites():
         for result, (whole, part) in enumerate(zip(one.types, other.types, strict=True)):
-            if not (has_checksum(whole) and has_checksum(part)):
-                continue
-            if manual:
+            if has_checksum(whole) and has_checksum(part):
                 tiles = _tiles(whole.shape, part.shape)
-                if tiles is not None:
+                if tiles is not None and (manual or whole.shape == part.shape):
                     found[(*left, result)] = tiles
-            elif whole.shape == part.shape:
-                found[(*left, result)] = None
     return found
 
 
@@ -219,8 +211,6 @@ def _rounding_of_sum(kind: Any, tiles: int) -> float:
     Each element may be rounded differently, mostly with random signs, and the order of the sum may
     differ.
     """
-    if not has_checksum(kind) or is_key(kind.dtype) or not is_inexact(kind.dtype):
-        return 0.0
     terms = max(1, math.prod(kind.shape) // max(1, tiles))
     own, of_sum = rounding(kind.dtype), min(rounding(kind.dtype), rounding(np.dtype(np.float32)))
     return own * max(2.0, 16 / math.sqrt(terms)) + of_sum * (8 + math.sqrt(terms))
