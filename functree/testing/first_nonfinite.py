@@ -71,7 +71,9 @@ def first_nonfinite(fn: Callable[..., Any], *args: Any) -> Operation | None:
 
 
 def _any_nonfinite(records: Sequence[jax.Array]) -> jax.Array:
-    return ~jnp.stack([jnp.isfinite(one).all() for one in records]).all()
+    # An iteration without floats has no records.
+    finite = [jnp.ones((), bool), *[jnp.isfinite(one).all() for one in records]]
+    return ~jnp.stack(finite).all()
 
 
 @jax.jit

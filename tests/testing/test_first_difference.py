@@ -291,6 +291,11 @@ def long_growth(x: Any) -> Any:
     return lax.while_loop(lambda state: state[1] < 300, grow, (jnp.ones(8), 0))[0] + x
 
 
+def counted(x: Any) -> Any:
+    n = lax.while_loop(lambda n: n < 3, lambda n: n + 1, 0)
+    return jnp.log(x) + n.astype(x.dtype)  # beside a count
+
+
 def branch(x: Any) -> Any:
     def second(x: Any) -> Any:
         return x / (x - x)  # in a branch
@@ -338,6 +343,7 @@ NONFINITE: dict[str, tuple[Callable[..., Any], Any, str, str, str, str]] = {
     "a gradient": (root, POSITIVE, "div", "root of zero", "an infinity from finite values: 64 of 64 elements", ""),
     "a scan": (growth, POSITIVE, "mul", "growth in a scan", "an infinity from finite values: 64 of 64 elements", "in iteration 5"),
     "a while": (long_growth, X[0], "mul", "growth in a while", "an infinity from finite values: 8 of 8 elements", "in iteration 219"),
+    "a while of integers": (counted, jnp.arange(3.0), "log", "beside a count", "an infinity from finite values: 1 of 3 elements", ""),
     "a branch": (branch, POSITIVE, "div", "in a branch", "an infinity from finite values: 64 of 64 elements", "in branch 0"),
     "a device": (
         on_a_device, lay(POSITIVE, "data"), "div", "on one device", "an infinity from finite values: 64 of 256 elements",
