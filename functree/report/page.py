@@ -116,15 +116,13 @@ class Segment(NamedTuple):
 
     Attributes:
         name: the name of the part.
-        size: its bytes, or its size in the bar's unit.
+        size: its bytes.
         kind: the CSS class that colors it.
-        text: the text of the size, if it is not in bytes.
     """
 
     name: str
     size: int
     kind: str = "p0"
-    text: str = ""
 
 
 def bar_html(segments: Iterable[Segment], most: int) -> str:
@@ -134,7 +132,7 @@ def bar_html(segments: Iterable[Segment], most: int) -> str:
         if segment.size:
             # If no array has elements, `most` is 0.
             width = 100 * segment.size / max(most, 1)
-            name = html.escape(f"{segment.name}: {segment.text or bytes_text(segment.size)}")
+            name = html.escape(f"{segment.name}: {bytes_text(segment.size)}")
             content += f'<i class="{segment.kind}" style="width:{width:.3g}%" title="{name}"></i>'
     return f'<div class="bar">{content}</div>'
 
