@@ -117,10 +117,11 @@ def _while(step: Step, ins: Sequence[Any], watch: Watch, at: Site) -> _Found:
         outs, records = iteration(state.carry)
         # All iterations beyond the separate slots share the last slot.
         slot = jnp.minimum(state.count, KEPT_ITERATIONS)
-        kept: dict[Site, Record] = {}
-        for site, record in records.items():
-            before = state.kept[site]
-            kept[site] = jnp.where(state.done, before, before.at[slot].set(record))
+
+        def updated(before: Record, record: Record) -> Record:
+            return jnp.where(state.done, before, before.at[slot].set(record))
+
+        kept = jax.tree.map(updated, state.kept, records)
         count = jnp.where(state.done, state.count, state.count + 1)
         done = state.done | _varying(watch.until(list(records.values())))
         return _Slots(outs, kept, count, done)
@@ -164,10 +165,8 @@ def _cond(step: Step, ins: Sequence[Any], watch: Watch, at: Site) -> _Found:
 
     def padded(branch: Callable[..., _Found], *operands: Any) -> _Found:
         outs, records = branch(*operands)
-        for site, one in blank.items():
-            if site not in records:
-                records[site] = _varying(jnp.zeros(one.shape, one.dtype))
-        return outs, records
+        zeros = {site: _varying(jnp.zeros(one.shape, one.dtype)) for site, one in blank.items()}
+        return outs, zeros | records
 
     return lax.switch(which, [functools.partial(padded, one) for one in branches], *operands)
 
