@@ -1,23 +1,23 @@
 """Base classes mark the modules that tree traversals treat specially.
 
-Users may implement the protocols `SelfNaming` and `HasMatrices`. The other classes are bases of
-functree's own `Stacked`, `Packed`, `StateRef`, `State` and `TrainState`, which are defined in
-packages that this package must not import.
+They are bases of functree's own `Stacked`, `Packed`, `StateRef`, `State` and `TrainState`, which
+are defined in packages that this package must not import. Users' classes may define two methods,
+`__axis_names__` and `__matrix_dimensions__`.
 """
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from functree.tree.arrays import AnyArray, Tree
 from functree.tree.axes import Axes, Names
 from functree.tree.paths import Path
 
 
-class SelfNaming(Protocol):
-    """A module that names its own leaves, for a class whose instances have different axes.
+def own_names(node: Tree) -> Names | None:
+    """Return the names that a module gives to its own leaves, or None.
 
-    Any class may define `__axis_names__`.
+    Any class may define `__axis_names__`, for example if its instances have different axes.
 
     Examples:
         >>> class Projection(eqx.Module):
@@ -29,12 +29,6 @@ class SelfNaming(Protocol):
         >>> ft.tree_axes(Projection(jnp.ones((2, 3)), "embed heads")).weight
         Axes('embed', 'heads')
     """
-
-    def __axis_names__(self) -> Names: ...
-
-
-def own_names(node: Tree) -> Names | None:
-    """Return the names that a module gives to its own leaves, or None."""
     # This runs for each module, and `isinstance` with a protocol is far slower than `hasattr`.
     return node.__axis_names__() if hasattr(type(node), "__axis_names__") else None
 
@@ -49,8 +43,8 @@ Each value holds the dimensions that a product sums over, and the dimensions of 
 result. The value is None for an array that is not a matrix."""
 
 
-class HasMatrices(Protocol):
-    """A module that declares which of its arrays are matrices, for `ft.nn.matrix_dimensions`.
+def own_matrices(node: Tree) -> Matrices | None:
+    """Return a module's declaration of its matrices, for `ft.nn.matrix_dimensions`, or None.
 
     Any class may define `__matrix_dimensions__`.
 
@@ -64,12 +58,6 @@ class HasMatrices(Protocol):
         >>> ft.nn.matrix_dimensions(projection)(projection).weight
         MuonDimensionNumbers(reduction_axis=-3, output_axis=(-2, -1))
     """
-
-    def __matrix_dimensions__(self) -> Matrices: ...
-
-
-def own_matrices(node: Tree) -> Matrices | None:
-    """Return a module's declaration of its matrices, or None."""
     if not hasattr(type(node), "__matrix_dimensions__"):
         return None
     return node.__matrix_dimensions__()
