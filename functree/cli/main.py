@@ -35,7 +35,6 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -229,7 +228,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.path.insert(0, os.getcwd())  # so that modules in the current folder can be imported
     try:
         if options.html is not None:
-            _check_page(options.html)
+            # A page that cannot be written is an error before the compilation, which may take
+            # minutes.
+            _write(options.html, "a", "")
         # Keep the output of the user's functions out of standard output.
         with _short_warnings(command), redirect_stdout(sys.stderr):
             _prepare(options)
@@ -257,11 +258,11 @@ def _version() -> str:
         return "(not installed)"
 
 
-def _check_page(page: str) -> None:
-    """Raise Failure before the compilation, which may take minutes, if a page cannot be written."""
+def _write(page: str, mode: str, text: str) -> None:
+    """Write a page, or raise Failure."""
     try:
-        with open(page, "a", encoding="utf-8"):
-            pass
+        with open(page, mode, encoding="utf-8") as file:
+            file.write(text)
     except OSError as error:
         raise Failure(f"--html {page}: {error.strerror}") from error
 
@@ -273,10 +274,7 @@ def _show(outcome: Outcome, as_json: bool, page: str | None) -> None:
     _print(report.to_json() if as_json else str(report))
     # Last, so that the report is printed even if the page cannot be written.
     if page is not None:
-        try:
-            Path(page).write_text(report.html(), encoding="utf-8")
-        except OSError as error:
-            raise Failure(f"--html {page}: {error.strerror}") from error
+        _write(page, "w", report.html())
 
 
 def _print(text: str) -> None:
