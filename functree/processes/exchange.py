@@ -48,7 +48,9 @@ class Place(NamedTuple):
         frame, called = inspect.currentframe(), ""
         _, users = users_frame()
         while frame is not None and frame is not users:
-            if frame.f_globals.get("__name__", "").startswith("functree."):
+            module = frame.f_globals.get("__name__", "")
+            # A decorator that checks arguments is around the function that the user called.
+            if module.startswith("functree.") and module != "functree.argument_checks":
                 called = frame.f_code.co_qualname
             frame = frame.f_back
         line = ""
