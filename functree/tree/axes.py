@@ -96,7 +96,7 @@ def is_axis_name(name: object) -> TypeGuard[str]:
     return isinstance(name, str) and name.isidentifier() and name != "_"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class OpenAxes:
     """The axes of an array of any rank; `...` stands for any number of unnamed dimensions.
 
@@ -121,6 +121,9 @@ class OpenAxes:
 
     def __str__(self) -> str:
         return " ".join(filter(None, (str(self.before), "...", str(self.after))))
+
+    def __repr__(self) -> str:
+        return repr(str(self))
 
 
 @dataclass(frozen=True, repr=False)

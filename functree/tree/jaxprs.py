@@ -1,7 +1,7 @@
 """`all_equations` lists a program's operations; `dependencies` follows values through a program."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
@@ -168,11 +168,19 @@ def _branches(equation: Any, inputs: list[Sources], adds: _Adds) -> list[Sources
     return outputs
 
 
-def scan_sizes(equation: Any) -> tuple[int, int]:
-    """Count the constants and the carried values of a `scan`.
+class ScanSizes(NamedTuple):
+    """The numbers of constants and carried values of a `scan`.
 
     The inputs of a `scan` are its constants, its carried values and its sliced arrays. Its outputs
     are the carried values and the stacked results.
+    """
+
+    constants: int
+    carried: int
+
+
+def scan_sizes(equation: Any) -> ScanSizes:
+    """Count the constants and carried values of a `scan`.
 
     The operation's parameters differ between JAX versions, so the counts are derived from shapes:
     only sliced arrays and stacked results have one dimension fewer inside the loop.
@@ -181,7 +189,7 @@ def scan_sizes(equation: Any) -> tuple[int, int]:
     open_body = getattr(body, "jaxpr", body)
     sliced = _fewer_dimensions(open_body.invars, equation.invars)
     carried = len(equation.outvars) - _fewer_dimensions(open_body.outvars, equation.outvars)
-    return len(equation.invars) - sliced - carried, carried
+    return ScanSizes(len(equation.invars) - sliced - carried, carried)
 
 
 def _fewer_dimensions(inside: Sequence[Any], outside: Sequence[Any]) -> int:
