@@ -47,8 +47,8 @@ def layerwise(tx: optax.GradientTransformation) -> optax.GradientTransformationE
 
     Transforms that combine all leaves, such as clipping by the global norm, belong outside:
     `optax.chain(optax.clip_by_global_norm(1.0), ft.layerwise(optax.adafactor(1e-3)))`. The same
-    applies to transforms that draw random numbers, and to a loop over several leaves. `masked`,
-    `multi_transform`, `MultiSteps` and `inject_hyperparams` may be outside or inside.
+    applies to transforms that draw random numbers. `masked`, `multi_transform`, `MultiSteps` and
+    `inject_hyperparams` may be outside or inside.
 
     If the parameters are on several devices, `init` shards the state like the parameters, as
     `ft.init_optimizer` does.

@@ -61,21 +61,19 @@ _Adds = Callable[[JaxprEqn], Sources] | None
 # Prefixes of the operations that draw random numbers or make random keys.
 _RANDOM = ("random_", "threefry", "rng_")
 
-_LOOPS = ("while", "scan")
-
 
 def dependencies(program: AnyJaxpr, inputs: Sequence[Sources], adds: _Adds = None) -> list[Sources]:
     """Find the sources that each output of a program depends on.
 
-    Dependencies are followed into called functions and branches. Each output of any other
-    operation, such as a loop, depends on all its inputs. After a concatenation and a split, each
-    piece therefore depends on all concatenated arrays.
+    Dependencies are followed into called functions, branches and loops. Each output of any other
+    operation depends on all its inputs. After a concatenation and a split, each piece therefore
+    depends on all concatenated arrays.
 
     Args:
         program: a program, such as `jax.make_jaxpr` returns.
         inputs: the sources of each input; for example, a set with the input's index.
         adds: a function from an operation, other than loops, branches and calls, to further
-            sources of its outputs. The outputs of a loop get the sources of all operations in it.
+            sources of its outputs.
 
     Examples:
         >>> from functree.tree.jaxprs import dependencies
@@ -107,25 +105,18 @@ def _looked_up(known: Mapping[Any, Sources], variables: Sequence[Any]) -> list[S
 
 def _outputs(equation: Any, inputs: list[Sources], adds: _Adds) -> list[Sources]:
     """Find the sources of an operation's outputs."""
-    if equation.primitive.name == "cond":
+    name = equation.primitive.name
+    if name == "cond":
         return _branches(equation, inputs, adds)
+    if name == "while":
+        return _while(equation, inputs, adds)
+    if name == "scan":
+        return _scan(equation, inputs, adds)
     called = called_program(equation)
     if called is not None:
         return dependencies(called, inputs, adds)
-    added = NOTHING
-    if adds is not None:
-        added = added.union(*map(adds, _operations(equation)))
+    added = NOTHING if adds is None else adds(equation)
     return [added.union(*inputs)] * len(equation.outvars)
-
-
-def _operations(equation: Any) -> list[JaxprEqn]:
-    """Return the operations in a loop, or a list of any other operation itself."""
-    if equation.primitive.name not in _LOOPS:
-        return [equation]
-    operations: list[JaxprEqn] = []
-    for program in inner_programs(equation):
-        operations += all_equations(program)
-    return operations
 
 
 def is_random(equation: Any) -> bool:
@@ -139,7 +130,7 @@ def called_program(equation: Any) -> AnyJaxpr | None:
     The program is a function under `jit` or `checkpoint`, or a function with a custom derivative
     rule. The result is None for all other operations.
     """
-    if equation.primitive.name in _LOOPS:
+    if equation.primitive.name in ("while", "scan"):
         return None
     inner = list(inner_programs(equation))
     if len(inner) != 1:
@@ -168,6 +159,22 @@ def _branches(equation: Any, inputs: list[Sources], adds: _Adds) -> list[Sources
     return outputs
 
 
+def _while(equation: Any, inputs: list[Sources], adds: _Adds) -> list[Sources]:
+    """Find the sources of a `while_loop`'s outputs. Each output depends on the condition too."""
+    before = equation.params["cond_nconsts"]
+    first = before + equation.params["body_nconsts"]
+    of_condition, of_body, carry = inputs[:before], inputs[before:first], inputs[first:]
+
+    test, body = equation.params["cond_jaxpr"], equation.params["body_jaxpr"]
+    while True:
+        (condition,) = dependencies(test, [*of_condition, *carry], adds)
+        after = dependencies(body, [*of_body, *carry], adds)
+        grown = [old | new | condition for old, new in zip(carry, after, strict=True)]
+        if grown == carry:
+            return grown
+        carry = grown
+
+
 class ScanSizes(NamedTuple):
     """The numbers of constants and carried values of a `scan`.
 
@@ -190,6 +197,21 @@ def scan_sizes(equation: Any) -> ScanSizes:
     sliced = _fewer_dimensions(open_body.invars, equation.invars)
     carried = len(equation.outvars) - _fewer_dimensions(open_body.outvars, equation.outvars)
     return ScanSizes(len(equation.invars) - sliced - carried, carried)
+
+
+def _scan(equation: Any, inputs: list[Sources], adds: _Adds) -> list[Sources]:
+    """Find the sources of a `scan`'s outputs."""
+    body: Any = equation.params["jaxpr"]
+    first, carried = scan_sizes(equation)
+    constants, slices = inputs[:first], inputs[first + carried :]
+    carry = inputs[first : first + carried]
+
+    while True:
+        after = dependencies(body, [*constants, *carry, *slices], adds)
+        grown = [old | new for old, new in zip(carry, after[:carried], strict=True)]
+        if grown == carry:
+            return [*grown, *after[carried:]]
+        carry = grown
 
 
 def _fewer_dimensions(inside: Sequence[Any], outside: Sequence[Any]) -> int:

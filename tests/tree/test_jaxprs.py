@@ -60,12 +60,23 @@ twice.defvjp(lambda x: (twice(x), None), lambda _, t: (t * 2,))
 
 
 def loop(x: Any, y: Any, z: Any) -> Any:
-    """A loop is not looked into."""
-    return lax.while_loop(lambda carry: carry[0][0] < 4, lambda c: (c[0] + 1, c[1] * 2), (x, y))
+    """The second value takes from the first, and the third from the second: after three rounds all
+    of them depend on `x`."""
+
+    def body(carry: Any) -> Any:
+        i, a, b, c, d = carry
+        return i + 1, a, b + a, c + b, d
+
+    return lax.while_loop(lambda carry: carry[0] < 4, body, (0, x, y, y, z))[1:]
+
+
+def ended_by(x: Any, y: Any, z: Any) -> Any:
+    return lax.while_loop(lambda carry: carry[0][0] < 4, lambda c: (c[0] + 1, c[1] * z), (x, y))
 
 
 def scanned(x: Any, y: Any, z: Any) -> Any:
-    return (*lax.scan(lambda a, b: (a + 1, b * 2), x[0], y), z)
+    """Carried: (x, then also y); collected: slices of y, times z."""
+    return lax.scan(lambda a, b: (a + b, b * z), x[0], y)
 
 
 def chosen(x: Any, y: Any, z: Any) -> Any:
@@ -80,8 +91,9 @@ CASES: dict[str, tuple[Callable[..., Any], list[set[int]]]] = {
     "remat": (lambda x, y, z: jax.checkpoint(lambda a, b: (jnp.sin(b), a))(x, y), [{1}, {0}]),
     "custom_vjp": (lambda x, y, z: (twice(x), twice(y)), [{0}, {1}]),
     "cond": (chosen, [{0, 1}, {0, 1, 2}]),
-    "while": (loop, [{0, 1}, {0, 1}]),
-    "scan": (scanned, [{0, 1}, {0, 1}, {2}]),
+    "while": (loop, [{0}, {0, 1}, {0, 1}, {2}]),
+    "while, ended by a value": (ended_by, [{0}, {0, 1, 2}]),
+    "scan": (scanned, [{0, 1}, {1, 2}]),
     "map": (lambda x, y, z: (lax.map(jnp.sin, x), lax.map(lambda a: a * z[0], y)), [{0}, {1, 2}]),
     "a reduction by a function": (
         lambda x, y, z: lax.reduce((x, y), (0.0, 0.0), lambda a, b: (a[0] + b[0], a[1]), (0,)),
