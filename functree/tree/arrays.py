@@ -67,10 +67,13 @@ def unheld(value: object) -> tuple[str, str] | None:
             "is a masked array, which JAX does not support",
             "use `.filled(...)`, or pass `.data` and `.mask`",
         )
-    return (
-        f"has dtype {value.dtype}, which JAX does not support",
-        "convert the array to numbers in native byte order, as in `x.astype(np.float64)`",
-    )
+    if value.dtype.kind in "fciub" and not value.dtype.isnative:
+        why = f"has dtype {value.dtype.str}, whose byte order JAX does not support"
+        return why, 'convert the array: `x.astype(x.dtype.newbyteorder("="))`'
+    why = f"has dtype {value.dtype}, which JAX does not support"
+    if value.dtype.char in "gG":
+        return why, "convert the array: `x.astype(np.float64)`, or `x.astype(np.complex128)`"
+    return why, "convert the array to numbers: for dates, use `.view(np.int64)`"
 
 
 def is_unheld_number(value: object) -> bool:

@@ -50,7 +50,7 @@ UNSAVEABLE: dict[str, tuple[Callable[[], Any], str]] = {
     "texts": (lambda: np.array(["a"]), f"has dtype <U1, {JAX_LACKS}"),
     "objects": (lambda: np.array([None, 1], object), f"has dtype object, {JAX_LACKS}"),
     "a record": (lambda: np.zeros(2, [("a", "f4")])[0], JAX_LACKS),
-    "another order of bytes": (lambda: np.ones(2, ">f4"), "has dtype >f4, which JAX does not support"),
+    "another order of bytes": (lambda: np.ones(2, ">f4"), "has dtype >f4, whose byte order JAX does not support"),
     "a mask": (lambda: np.ma.masked_array([1.0, 2.0], [0, 1]), "is a masked array, which JAX does not support"),
     "masked": (lambda: np.ma.masked, "is a masked array"),
 }  # fmt: skip

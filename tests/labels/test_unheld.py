@@ -20,7 +20,7 @@ P = ft.P
 ONES = np.ones((4, 8), np.float32)
 # A value ─► what the message says, a part of its remedy, and the value after that.
 VALUES: dict[str, tuple[Any, str, str, Any]] = {
-    "byte order": (ONES.astype(">f4"), "has dtype >f4, which JAX", "native byte order", ONES),
+    "byte order": (ONES.astype(">f4"), "has dtype >f4, whose byte order JAX", 'x.astype(x.dtype.newbyteorder("="))', ONES),
     "long": (ONES.astype(np.longdouble), "has dtype float128, which JAX", "x.astype(np.float64)", ONES),
     "long scalar": (np.longdouble(1), "has dtype float128, which JAX", "x.astype(np.float64)", np.float64(1)),
     "mask": (np.ma.array(ONES, mask=ONES > 2), "is a masked array, which JAX does not support", ".filled(...)", ONES),
