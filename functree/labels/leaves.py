@@ -46,6 +46,7 @@ from functree.tree.paths import Keys, Path, first_beginning
 from functree.tree.prefix import PrefixOf, aligned
 from functree.tree.skeleton.kinds import (
     ARRAY,
+    DEFAULT_DICT,
     DICT,
     NONE,
     PACKED,
@@ -265,7 +266,7 @@ class _Walk:
             fault = unheld(node)
             if fault is not None and is_unheld_number(node):
                 self.unheld.append(array_problem(Path(path), node, *fault))
-        elif kind is SEQUENCE or kind is DICT:
+        elif kind is SEQUENCE or kind is DICT or kind is DEFAULT_DICT:
             inside = inside_of(context, type(node))
             for key, child in _children(node, kind, path):
                 self.visit(
@@ -319,7 +320,7 @@ class _Walk:
         inside, opened = inside_of(context, cls), ()
         if isinstance(node, TrainingState) and first_beginning(path, self.training) is None:
             self.training[Path(path)] = node
-        # An OrderedDict or a defaultdict is a container. A field's names apply to the
+        # A subclass of dict, such as an OrderedDict, is a container. A field's names apply to the
         # modules in the container.
         if not isinstance(node, dict):
             opened = given_at(node, len(path), context.pending, self.names)

@@ -12,16 +12,17 @@ import operator
 import re
 import weakref
 from abc import abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import equinox as eqx
 from jax.tree_util import default_registry, tree_flatten, tree_leaves
 
-from functree.errors import FunctreeTypeError, RuleError
+from functree.errors import FunctreeTypeError
 from functree.tree.arrays import AnyArray, Tree, TreeDef, is_array
 from functree.tree.interfaces import PackedTree, StateMapping
-from functree.tree.paths import Key, Keys, Path, plain_key
+from functree.tree.paths import Key, Keys, plain_key
 from functree.tree.skeleton.code import Code
 from functree.tree.skeleton.static_value import StaticValue, equal
 
@@ -190,6 +191,17 @@ class RegisteredKind(Kind):
         return code.assign(f"{code.value(treedef)}.unflatten(({items}))")
 
 
+class DefaultDictKind(RegisteredKind):
+    """The kind of defaultdicts.
+
+    Their children are read like a dict's children. JAX builds the defaultdicts, because only the
+    treedef holds the factory of default values.
+    """
+
+    def children(self, node: Tree) -> Children:
+        return DICT.children(node)
+
+
 class StateKind(RegisteredKind):
     """The kind of functree's states.
 
@@ -216,6 +228,10 @@ class EquinoxStateKind(RegisteredKind):
             yield _place_of(marker) or (i,), child
 
 
+_MARKER = re.compile(r"\w*((?:\.\w+|\[\d+\]|\['[^']*'\])*)")
+_STEP = re.compile(r"\.(?P<name>\w+)|\[(?P<index>\d+)\]|\['(?P<key>[^']*)'\]")
+
+
 def _place_of(marker: object) -> Keys:
     """Return the keys in a marker, after the name of the model's class.
 
@@ -224,12 +240,16 @@ def _place_of(marker: object) -> Keys:
     """
     if not isinstance(marker, str):
         return ()
-    # `Net.norms[0].cells['a b']` becomes `Net.norms.0.cells."a b"`.
-    text = re.sub(r"\[(\d+)\]", r".\1", re.sub(r"\['([^']*)'\]", r'."\1"', marker))
-    try:
-        return Path(text)[1:]
-    except RuleError:
+    known = _MARKER.fullmatch(marker)
+    if known is None:
         return (marker,)
+    keys: list[Key] = []
+    for step in _STEP.finditer(known[1]):
+        if step["index"] is not None:
+            keys.append(int(step["index"]))
+        else:
+            keys.append(step[step.lastgroup or "name"])
+    return tuple(keys)
 
 
 class PackedKind(RegisteredKind):
@@ -342,13 +362,15 @@ ARRAY, NONE, STATIC = ArrayKind(), NoneKind(), StaticKind()
 # The kind of a node at which a walk stops, because the walk's caller asked for the node.
 FOUND = Kind()
 LEAVES: frozenset[Kind] = frozenset({ARRAY, NONE, STATIC, FOUND})
-SEQUENCE, NAMED_TUPLE, DICT = SequenceKind(), NamedTupleKind(), DictKind()
+SEQUENCE, NAMED_TUPLE = SequenceKind(), NamedTupleKind()
+DICT, DEFAULT_DICT = DictKind(), DefaultDictKind()
 MODULE, STATE, PACKED, REGISTERED = ModuleKind(), StateKind(), PackedKind(), RegisteredKind()
 EQUINOX_STATE = EquinoxStateKind()
 _CONTAINERS: dict[type, Kind] = {
     list: SEQUENCE,
     tuple: SEQUENCE,
     dict: DICT,
+    defaultdict: DEFAULT_DICT,
 }
 
 
