@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from typing import Any, TypeVar
 
 import equinox as eqx
-from jax.tree_util import default_registry, tree_flatten, tree_leaves
+from jax.tree_util import default_registry, tree_flatten
 
 from functree.errors import FunctreeTypeError
 from functree.tree.arrays import AnyArray, Tree, TreeDef, is_array
@@ -433,6 +433,7 @@ class Form:
 
     Args:
         sample: a tree with this structure.
+        code: the code of `take`, written from the sample.
 
     Attributes:
         take: a function from a tree to its arrays, in JAX's order. For a different structure, it
@@ -441,15 +442,13 @@ class Form:
         size: the number of arrays.
     """
 
-    def __init__(self, sample: Tree):
-        what, kind = type(sample).__name__, kind_of(sample)
-        code = TakeCode()
-        kind.take(code, sample, code.root)
+    def __init__(self, sample: Tree, code: "TakeCode"):
+        what = type(sample).__name__
         self.size: int = code.size
         self.take: Callable[[Tree], list[AnyArray] | Refusal] = code.finished(what)
         build = BuildCode(code.parts)
         # `visit` is not called here, since it looks for the form of a subtree.
-        build.lines.append(f"return {kind.build(build, sample)}")
+        build.lines.append(f"return {kind_of(sample).build(build, sample)}")
         self.build: Callable[[Sequence[AnyArray]], Tree] = build.function("build(arrays)", what)
         # This list keeps the forms of subtrees alive, so that other trees can use them.
         self._parts: list[Form] = [form for _, form in code.parts.values()]
@@ -464,19 +463,32 @@ class Form:
         return type(arrays) is list and all(map(is_array, arrays))
 
 
+def form_of(tree: Tree) -> Form:
+    """Return the form of a tree, and generate it unless an existing form fits."""
+    known = _known(tree)
+    if known is not None:
+        return known
+    return _remembered(tree, TakeCode(tree))
+
+
 # The forms by the class of their trees. Only the users of a form keep it alive.
 _FORMS: weakref.WeakKeyDictionary[type, list[weakref.ref[Form]]] = weakref.WeakKeyDictionary()
 
 
-def form_of(tree: Tree) -> Form:
-    """Return the form of a tree, and generate it unless an existing form fits."""
+def _known(tree: Tree) -> Form | None:
+    """Return the form of a tree if it exists and is still in use."""
     for reference in _FORMS.get(type(tree), ()):
         form = reference()
         if form is not None and form.fits(tree):
             return form
-    form = Form(tree)
-    others = [other for other in _FORMS.get(type(tree), ()) if other() is not None]
-    _FORMS[type(tree)] = [weakref.ref(form), *others][:_REMEMBERED]
+    return None
+
+
+def _remembered(sample: Tree, code: "TakeCode") -> Form:
+    """Make a form, and cache it as the first form of its class."""
+    form = Form(sample, code)
+    others = [other for other in _FORMS.get(type(sample), ()) if other() is not None]
+    _FORMS[type(sample)] = [weakref.ref(form), *others][:_REMEMBERED]
     return form
 
 
@@ -498,15 +510,20 @@ class TakeCode(Code):
     """The body of a function from a tree to its arrays.
 
     For a tree of a different structure, the function returns a `Refusal`.
+
+    Args:
+        sample: a tree with the expected structure.
+        outer: the code that may include this code.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, sample: Tree, outer: Code | None = None) -> None:
+        super().__init__(outer)
         self.root: str = self.name()  # the name of the tree
         self.arrays: list[str] = []  # the expressions of the arrays, in JAX's order
         self.size: int = 0  # the number of arrays so far
         self.dicts: list[str] = []  # the names of nodes that are dicts
         self.parts: _Parts = {}
+        kind_of(sample).take(self, sample, self.root)
 
     def visit(self, sample: Tree, at: str) -> None:
         """Write the code for a node. A large subtree is flattened by its own form.
@@ -518,14 +535,18 @@ class TakeCode(Code):
         kind = kind_of(sample)
         if kind in LEAVES:
             kind.take(self, sample, at)
-        elif sum(map(is_array, tree_leaves(sample))) < LARGE:
-            kind.take(self, sample, self.assign(at))
-        else:
-            form = form_of(sample)
-            self.parts[id(sample)] = sample, form
-            arrays = self.assign(f"{self.value(form.take)}({at})")
-            self.refuse_if(f"type({arrays}) is tuple", arrays)
-            self.several(arrays, form.size)
+            return
+        form = _known(sample)
+        if form is None:
+            inner = TakeCode(sample, self)
+            if inner.size < LARGE:
+                self.include(inner, at)
+                return
+            form = _remembered(sample, inner)
+        self.parts[id(sample)] = sample, form
+        arrays = self.assign(f"{self.value(form.take)}({at})")
+        self.refuse_if(f"type({arrays}) is tuple", arrays)
+        self.several(arrays, form.size)
 
     def array(self, at: str) -> None:
         """Add the expression that reads an array."""
@@ -536,6 +557,15 @@ class TakeCode(Code):
         """Add the expression of a list or tuple of arrays."""
         self.arrays.append(f"*{at}")
         self.size += number
+
+    def include(self, inner: "TakeCode", at: str) -> None:
+        """Add the code for a subtree, whose expression is `at`."""
+        self.lines.append(f"{inner.root} = {at}")
+        self.add(inner)
+        self.arrays += inner.arrays
+        self.size += inner.size
+        self.dicts += inner.dicts
+        self.parts |= inner.parts
 
     def refuse_if(self, condition: str, found: str) -> None:
         """Refuse trees for which a condition is true.
