@@ -47,6 +47,9 @@ class Takes(NamedTuple):
     text: str
     fits: Callable[[Any], bool]
 
+    def __repr__(self) -> str:
+        return self.text  # `help` shows it in annotations
+
     def or_none(self) -> "Takes":
         """Return a copy that also accepts None."""
         return Takes(f"{self.text}, or None", lambda value: value is None or self.fits(value))

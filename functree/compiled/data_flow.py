@@ -502,13 +502,16 @@ def trip_count(flow: DataFlow, loop: Instruction) -> int | None:
     first, last, each = _number(flow, start), _number(flow, end), _number(flow, step)
     direction = test.attribute("direction") or ""
     sign = _SIGNS.get(direction)
-    # A counter that moves away from its end never stops the loop.
-    if first is None or last is None or each is None or sign is None or each * sign <= 0:
+    if first is None or last is None or each is None or sign is None:
         return None
     if direction in ("LE", "GE"):
         last += sign
+    if (last - first) * sign <= 0:
+        return 0
+    if each * sign <= 0:
+        return None  # the counter moves away from its end
     # Rounded up without a float, which has fewer digits than a 64-bit counter.
-    return max(0, -((first - last) // each))
+    return -((first - last) // each)
 
 
 # The sign of the step for which a comparison of the counter with its end becomes false.

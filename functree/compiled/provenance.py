@@ -213,21 +213,31 @@ class Provenance:
         return min(common) if len(common) == 1 else None
 
     def _in_modules(self, family: set[int]) -> set[int]:
-        """Return the members of a family that are next to parameters that a model computes with.
+        """Return the members of a family that are in modules that a model computes with.
 
         A computation need not use every part of a model. For example, if the loss is linear in the
-        output, no gradient depends on the last layer's bias. If members share a container, the
-        container does not tell them apart, so the result is empty.
+        output, no gradient depends on the last layer's bias. The modules are compared from the
+        innermost outward. If members share a module, modules do not tell them apart, so the result
+        is empty.
         """
-        containers = {self._parameters[i][:-1]: i for i in family}
-        if len(containers) < len(family):
-            return set()
-        return {i for container, i in containers.items() if container in self._modules}
+        shortest = min((len(self._parameters[i]) for i in family), default=0)
+        for end in range(1, shortest):
+            modules = {self._parameters[i][:-end]: i for i in family}
+            if len(modules) < len(family):
+                break
+            members = {i for module, i in modules.items() if module in self._modules}
+            if members:
+                return members
+        return set()
 
     @cached_property
     def _modules(self) -> frozenset[_Keys]:
-        """The paths of the containers of a model's parameters."""
-        return frozenset(self._parameters[i][:-1] for i in self._uses.in_model)
+        """The paths of the modules that contain a model's parameters."""
+        modules: set[_Keys] = set()
+        for i in self._uses.in_model:
+            path = self._parameters[i]
+            modules.update(path[:length] for length in range(1, len(path)))
+        return frozenset(modules)
 
     def _updated_by(self, moved: MovedArray) -> Collection[int]:
         """Find the parameter whose new value an optimizer computes from the moved array.

@@ -23,7 +23,7 @@ from functree.labels.filters import Filter, as_filter, call_filter
 from functree.labels.leaves import read
 from functree.tree.arrays import Tree, value_text
 from functree.tree.nodes import children, leaves_of, nodes_at, walk, with_nodes
-from functree.tree.paths import Key, Path, first_beginning
+from functree.tree.paths import Key, Keys, Path, first_beginning
 
 T = TypeVar("T")
 
@@ -355,9 +355,12 @@ class Selection(Generic[T]):
 
         # The deepest paths come first, because a removal changes the indices in longer paths.
         tree = self._tree
-        for path in sorted(keys, key=len, reverse=True):
-            (node,) = nodes_at(tree, [path])
-            tree = with_nodes(tree, {path: _with_elements(node, keys[path], by)})
+        for depth in sorted({len(path) for path in keys}, reverse=True):
+            here = [path for path in keys if len(path) == depth]
+            changed: dict[Keys, Tree] = {}
+            for path, node in zip(here, nodes_at(tree, here), strict=True):
+                changed[path] = _with_elements(node, keys[path], by)
+            tree = with_nodes(tree, changed)
         return tree
 
     def _check_some(self) -> None:

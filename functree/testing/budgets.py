@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from functree.argument_checks import EXTENT, ITERABLE, LOCAL_FILE, Takes, check, shown
+from functree.argument_checks import EXTENT, ITERABLE, LOCAL_FILE, TEXT, Takes, check, shown
 from functree.compiled.collective import Collective
 from functree.compiled.data_flow import KINDS
 from functree.compiled.ledger import Ledger
@@ -291,6 +291,10 @@ def _kind(written: object, ledger: Ledger) -> _Kind:
         return _Kind(str(name))
     if not isinstance(axes, tuple | list):
         axes = (axes,)
+    if not all(map(TEXT.fits, axes)):
+        raise FunctreeTypeError(
+            f"{shown(written)}: write mesh axes as strings, such as ('all-reduce', 'model')"
+        )
     for axis in axes:
         if axis not in ledger.sizes:
             known = ", ".join(ledger.sizes) or "none"

@@ -101,7 +101,9 @@ class Place:
             last = 0 if ran is None else int(count(ran))
             slots = list(enumerate(range(min(last, KEPT_ITERATIONS)), 1))
             # The last slot belongs to the last iteration, if there are more iterations than slots.
-            if last > KEPT_ITERATIONS:
+            # Its inputs may already differ, so a search for differences stops before it, unless it
+            # is the next iteration.
+            if last == KEPT_ITERATIONS + 1 or (last > KEPT_ITERATIONS and count is np.max):
                 slots.append((last, KEPT_ITERATIONS))
         for number, slot in slots:
             view = (*self.view, (len(self.axes), slot))

@@ -191,3 +191,29 @@ def test_the_part_of_a_norm_that_a_device_does_not_have() -> None:
         ("both", "update"),
         ("third", "update"),
     ]
+
+
+def test_a_bias_that_no_gradient_depends_on() -> None:
+    """It is told from its momentum by the modules around it, here the outermost."""
+    sizes = {"first": {"w": (16, 32), "b": (32,)}, "second": {"w": (32, 16)}, "out": {"b": (16,)}}
+    params = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, "float32"),
+        sizes,
+        is_leaf=lambda x: type(x) is tuple,
+    )
+    tx = optax.sgd(0.1, momentum=0.9)
+
+    def linear(params: Any, x: Any, y: Any) -> Any:
+        hidden = jax.nn.relu(x @ params["first"]["w"] + params["first"]["b"])
+        return jnp.mean((hidden @ params["second"]["w"] + params["out"]["b"]) * y)
+
+    def step(params: Any, state: Any, x: Any, y: Any) -> Any:
+        updates, state = tx.update(jax.grad(linear)(params, x, y), state, params)
+        return optax.apply_updates(params, updates), state
+
+    state, batch = jax.eval_shape(tx.init, params), jax.ShapeDtypeStruct((64, 16), "float32")
+    layouts = (P(), P(), P("data"), P("data"))
+    found = ft.ledger(step, params, state, batch, batch, in_shardings=layouts, mesh=MESH)
+    assert {(str(one.path), one.bytes) for one in found.collectives} == {
+        ("first.w", 2048), ("first.b", 128), ("second.w", 2048), ("out.b", 64)
+    }  # fmt: skip

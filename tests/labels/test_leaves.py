@@ -152,6 +152,9 @@ def test_keys_without_an_order() -> None:
     with raises("JAX sorts its keys: '<' not supported", "`OrderedDict`") as error:
         ft.tree_axes({"a": [{1: x(), "b": x()}]})
     assert error.value.problems[0].path == ("a", 0)
+    with raises("JAX sorts its keys", "`OrderedDict`") as error:
+        ft.tree_axes([defaultdict(list, {1: x(), "b": x()})])
+    assert error.value.problems[0].path == (0,)
     with raises("keys of one type"):
         ft.jit(lambda tree: tree)({1: jnp.ones(2), "b": jnp.ones(2)})
     ordered = OrderedDict({1: x(), "b": x(2)})

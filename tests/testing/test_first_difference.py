@@ -119,6 +119,18 @@ def asks(x: Any, w: Any) -> Any:
     return {"out": lax.scan(layer, x @ w, None, length=3)[0]}
 
 
+def asks_late(x: Any, w: Any) -> Any:
+    """Differs in iteration 201 of 300; a `while` keeps 128 iterations apart."""
+    more = jax.sharding.get_abstract_mesh().shape.get("data", 0)
+
+    def layer(state: Any) -> Any:
+        x, i = state
+        y = x + jnp.sin(x @ w) / 1000
+        return y + jnp.where(i == 200, more, 0), i + 1
+
+    return lax.while_loop(lambda state: state[1] < 300, layer, (x, 0))[0]  # a long loop
+
+
 def on_one(x: Any) -> Any:
     def body(x: Any) -> Any:
         y = jnp.where(lax.axis_index("model") == 3, jnp.nan, x)  # NaN on one
@@ -180,6 +192,11 @@ def test_the_iteration_and_the_layout_are_told() -> None:
         in first
     )
     assert first.endswith("its result is f32[8, 8], sharded P('data')")
+
+
+def test_a_late_iteration_names_its_loop() -> None:
+    *_, first = message(asks_late, (X, W), (P("data"), P()))
+    assert f"`while` at {line('a long loop')}" in first
 
 
 def test_the_device_is_told() -> None:

@@ -100,8 +100,11 @@ def test_budgets_for_collectives() -> None:
     )
     with raises("allow='all-reduce'", "it must be a set of kinds, such as `{'all-reduce'}`"):
         assert_collectives(ledger, allow="all-reduce")  # pyright: ignore[reportArgumentType]
-    with raises("('all-gather', 3): the program has no mesh axis `3`; its mesh axes: data, model"):
+    with raises("('all-gather', 3): write mesh axes as strings, such as ('all-reduce', 'model')"):
         assert_collectives(ledger, allow=(("all-gather", 3),))  # pyright: ignore[reportArgumentType]
+    for axes in ({"data"}, [["data"]], {}):
+        with raises("write mesh axes as strings"):
+            assert_collectives(ledger, allow=[("all-gather", axes)])  # pyright: ignore[reportArgumentType]
     with raises(
         "'all_gather' is not a kind of collective: use one of all-reduce, ",
         "did you mean `all-gather`?",

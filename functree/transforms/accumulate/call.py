@@ -8,7 +8,6 @@ function's arguments and results.
 import math
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from numbers import Number
 from typing import Any, NamedTuple
 
 import jax
@@ -137,7 +136,7 @@ class GradientFunction(NamedTuple):
         """Convert a weight that is a Python number, such as `x.size`, to an array."""
         aux = result[0][1] if self.gradient.with_value else result[1]
         leaves, structure = jax.tree.flatten(aux)
-        if not leaves or not isinstance(leaves[0], Number):
+        if not leaves or type(leaves[0]) not in (int, float):
             return result
         aux = structure.unflatten([jnp.asarray(leaves[0]), *leaves[1:]])
         return ((result[0][0], aux), result[1]) if self.gradient.with_value else (result[0], aux)
