@@ -75,10 +75,15 @@ class Verdicts:
         self._results = [i for i, row in enumerate(self._rows) if row.op == RESULT]
         self._by_place = defaultdict[tuple[str | None, str], list[int]](list)
         self._by_name = defaultdict[str, list[int]](list)
+        self._by_bytes = defaultdict[tuple[str, int], list[int]](list)
+        # The mesh axes that an operation relays. Each collective asks this of all operations of its
+        # line, so an unrolled model with many layers would ask it very often.
+        self._relayed: dict[int, set[str]] = {}
         self._users = defaultdict[int, list[int]](list)
         for i, row in enumerate(self._rows):
             self._by_place[row.source, _primitive(row.name)].append(i)
             self._by_name[row.name].append(i)
+            self._by_bytes[row.name, row.bytes_of(self._sizes)].append(i)
             for operand in row.operands:
                 self._users[operand].append(i)
 
@@ -159,10 +164,8 @@ class Verdicts:
         places = self._by_place[collective.source, _primitive(name)] or self._by_name[name]
         if _is_combined(name):
             scope, _, parts = name.rpartition("/(")
-            alike = [self._by_name[f"{scope}/{part}"] for part in parts[:-1].split(":")]
-            places = [
-                i for i in chain(*alike) if self._rows[i].bytes_of(self._sizes) == collective.bytes
-            ]
+            names = [f"{scope}/{part}" for part in parts[:-1].split(":")]
+            places = list(chain(*(self._by_bytes[one, collective.bytes] for one in names)))
         elif not name:
             # A collective without an operation moves arguments or results.
             places = self._results
@@ -217,10 +220,15 @@ class Verdicts:
 
     def _relays(self, i: int, axes: set[str]) -> bool:
         """Return whether these mesh axes shard a dimension of an operand, but not of the result."""
-        row = self._rows[i]
+        if i not in self._relayed:
+            self._relayed[i] = self._relayed_by(self._rows[i])
+        return not axes.isdisjoint(self._relayed[i])
+
+    def _relayed_by(self, row: LaidOut) -> set[str]:
+        """Return the mesh axes that shard a dimension of an operand, but not of the result."""
+        relayed: set[str] = set()
         for operand in (self._rows[j] for j in row.operands):
-            if axes & named_axes(operand.spec) - named_axes(row.spec):
-                return True
+            relayed |= named_axes(operand.spec) - named_axes(row.spec)
             if row.op not in _TURNS and operand.shape != row.shape:
                 continue
             for dim, (size, before) in enumerate(
@@ -230,9 +238,8 @@ class Verdicts:
                 if row.op in _TURNS:  # the dimension is identified by its size
                     after = {j for j, other in enumerate(row.shape) if other == size}
                 kept = set[str]().union(*(mesh_axes(row.spec.partitions[j]) for j in after))
-                if axes & set(mesh_axes(before)) - kept:
-                    return True
-        return False
+                relayed |= set(mesh_axes(before)) - kept
+        return relayed
 
     def _sums(self, i: int, axes: set[str]) -> bool:
         """Return whether a product sums over a dimension that these mesh axes shard.
