@@ -85,7 +85,7 @@ def layerwise(tx: optax.GradientTransformation) -> optax.GradientTransformationE
         if any(is_concrete(x) and len(x.sharding.device_set) > 1 for x in leaves.values):
             # `jnp.zeros_like` of one layer ignores the sharding of its stack.
             now = plan(params)
-            # An array on one device is replicated, as are arrays beside it on several.
+            # An array on one device has no spec in this plan.
             loose = [(row.path, PartitionSpec()) for row in now if row.spec is None]
             now = StateSharding([*loose, (..., now)])
             return init_optimizer(layered, params, now, wrt="**", otherwise=PartitionSpec())

@@ -159,10 +159,11 @@ def distances(expected: np.ndarray, found: np.ndarray) -> np.ndarray:
     is finite and one that is not. Distances between unsigned integers, such as checksums, are
     modulo a power of two.
     """
-    bad, also = ~np.isfinite(expected), ~np.isfinite(found)
+    finite, found_finite = np.isfinite(expected), np.isfinite(found)
     with np.errstate(invalid="ignore"):
         distance = abs(found - expected)
-    return np.where(bad & also, 0.0, np.where(bad | also, np.inf, distance))
+    distance = np.where(finite & found_finite, distance, np.inf)
+    return np.where(finite | found_finite, distance, 0.0)
 
 
 def excess(expected: np.ndarray, found: np.ndarray, tolerance: np.ndarray) -> np.ndarray:

@@ -23,7 +23,7 @@ from functree.calls.signature import AnyFunction
 from functree.compiled.layouts import Layouts, layouts_of, named
 from functree.compiled.ledger import Ledger
 from functree.compiled.shardy import ARGUMENT
-from functree.devices.meshes import MeshLike, mesh_view
+from functree.devices.meshes import mesh_view
 from functree.errors import FunctreeValueError
 from functree.layout.layout import LayoutTree
 from functree.transforms.jit.jit import jit
@@ -180,7 +180,8 @@ def call_of(
             )
     if isinstance(fn, Function):
         return _own_call(fn, args, kwargs)
-    return _others_call(fn, args, kwargs, mesh)
+    used = None if mesh is None else mesh_view(mesh).mesh
+    return _others_call(fn, args, kwargs, used)
 
 
 def _name(fn: Any) -> str:
@@ -213,7 +214,7 @@ def _own_call(
 
 
 def _others_call(
-    fn: Any, args: Sequence[Tree], kwargs: dict[str, Tree], mesh: MeshLike
+    fn: Any, args: Sequence[Tree], kwargs: dict[str, Tree], mesh: Mesh | AbstractMesh | None
 ) -> LoweredCall:
     """Lower a call of a function that another library jitted."""
     wrapped = fn.lower(*args, **kwargs)
@@ -223,7 +224,7 @@ def _others_call(
     parameters, names = _parameters(fn, lowered, len(args), known)
     entries, _ = tree_flatten_with_path(lowered.out_info)
     # Flax's program also returns its input modules, in the same trees.
-    results = [known.get(path, path) for path in (Path.of(path) for path, _ in entries)]
+    results = [known.get(Path.of(keys), Path.of(keys)) for keys, _ in entries]
 
     @functools.cache
     def found_layouts() -> Layouts:
@@ -234,25 +235,19 @@ def _others_call(
         with heard_compiling() as heard:
             stage = wrapped.compile()
         stage = getattr(stage, "compiled", stage)
-        used = None if mesh is None else mesh_view(mesh).mesh
         ledger = ledger_of(
             stage,
             _name(fn),
             parameters,
             results,
-            used,
+            mesh,
             heard.warnings,
             layouts=found_layouts,
             of_program=False,
         )
         return ledger, stage.as_text() or ""
 
-    skeleton, arrays = Skeleton.apart((tuple(args), kwargs))
-
-    def of_arrays(*arrays: AnyArray) -> Tree:
-        positional, by_name = skeleton.fill(arrays)
-        return Skeleton.apart(fn(*positional, **by_name))[1]
-
+    of_arrays, arrays = _of_arrays(fn, args, kwargs)
     return LoweredCall(
         _name(fn),
         lowered,
@@ -265,6 +260,19 @@ def _others_call(
         None,
         None,
     )
+
+
+def _of_arrays(
+    fn: Any, args: Sequence[Tree], kwargs: dict[str, Tree]
+) -> tuple[Callable[..., Tree], list[AnyArray]]:
+    """Return a function from the arrays of a call to the arrays of its result, and the former."""
+    skeleton, arrays = Skeleton.apart((tuple(args), kwargs))
+
+    def of_arrays(*arrays: AnyArray) -> Tree:
+        positional, by_name = skeleton.fill(arrays)
+        return Skeleton.apart(fn(*positional, **by_name))[1]
+
+    return of_arrays, arrays
 
 
 def _parameters(

@@ -298,5 +298,7 @@ def test_what_cannot_be_compiled() -> None:
     for door in (ft.ledger, ft.layouts, ft.why):
         with raises("is already jitted: pass `mesh=` where you jit it"):
             door(ft.jit(lambda x: 2 * x), jnp.ones(3), mesh=MESH)
+        with raises("3 is not a mesh"):
+            door(jax.jit(jnp.sin), jnp.ones(3), mesh=3)
     with raises("ledger: invalid arguments", "a function"):
         ft.ledger(3)  # pyright: ignore[reportArgumentType]

@@ -9,7 +9,7 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
@@ -269,10 +269,8 @@ class Hint:
             key = None
         hint = self.parsed.get(key)
         if hint is None:
-            below = self.parts.get(..., ()) if key is not ... else ()
-            hint = parse(*self.parts.get(key, ()), *below)
-            if below and hint is not NOTHING:
-                hint.parts.setdefault(..., []).extend(below)
+            below = () if key is ... else self.parts.get(..., ())
+            hint = parse(*self.parts.get(key, ()), below=below)
             # A failure is not cached, since a name may be defined later.
             if not hint.error:
                 self.parsed[key] = hint
@@ -282,20 +280,26 @@ class Hint:
 NOTHING = Hint()
 
 
-def parse(*references: Reference) -> Hint:
+def parse(*references: Reference, below: Sequence[Reference] = ()) -> Hint:
     """Parse an annotation, or several as a union.
 
     The hint is `NOTHING` for types that specify no arrays.
+
+    Args:
+        *references: the annotations.
+        below: annotations of arrays at any depth, as in `PyTree[X]`.
     """
     hint = Hint()
-    for reference in references:
+    for reference in (*references, *below):
         _add(hint, *reference)
     if hint.around is not None and not hint.forms:
         # `Annotated[eqx.nn.Linear, P("data")]`: arrays of any rank and dtype, at any depth.
         _add_at_any_depth(hint, OpenAxes(Axes(), Axes()), hint.around)
-    if any((hint.forms, hint.parts, hint.generics, hint.names, hint.buffer, hint.error)):
-        return hint
-    return NOTHING
+    if not any((hint.forms, hint.parts, hint.generics, hint.names, hint.buffer, hint.error)):
+        return NOTHING
+    if below:
+        hint.parts.setdefault(..., []).extend(below)
+    return hint
 
 
 def _add(hint: Hint, what: Any, namespace: Namespace, text: str = "") -> None:

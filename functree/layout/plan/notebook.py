@@ -1,6 +1,6 @@
 """`current_plan` shows how the arrays of a tree are sharded now, for notebooks.
 
-They read only shapes and shardings, so they accept donated and traced arrays.
+It reads only shapes and shardings, so it accepts donated and traced arrays.
 """
 
 import jax
