@@ -54,12 +54,12 @@ from functree.labels.predicates import is_buffer as is_buffer
 from functree.labels.predicates import is_state as is_state
 from functree.labels.predicates import is_trainable as is_trainable
 from functree.labels.predicates import larger_than as larger_than
+from functree.layout.decide import plan as plan
 from functree.layout.fsdp import FSDP as FSDP
 from functree.layout.layout import Layout as Layout
 from functree.layout.layout import on_host as on_host
-from functree.layout.plan.make_plan import plan as plan
 from functree.layout.plan.plan import Plan as Plan
-from functree.layout.plan.row import Row as Row
+from functree.layout.plan.text import Row as Row
 from functree.layout.plan_optimizer import plan_optimizer as plan_optimizer
 from functree.layout.rules import AxisRules as AxisRules
 from functree.layout.state_sharding import StateSharding as StateSharding

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 from jax.stages import Compiled
 from jax.tree_util import tree_leaves
 
-from functree.calls.compile_events import compile_events
+from functree.calls.compilations import compile_events
 from functree.compiled.diagnostics import CompilerOutput, listening
 from functree.compiled.layouts import Layouts
 from functree.compiled.ledger import Ledger

@@ -11,8 +11,7 @@ from jax.tree_util import tree_structure
 from functree.argument_checks import TEXTS, check
 from functree.calls.call_groups import FlatCall
 from functree.calls.checks import check_call, check_donated
-from functree.calls.compilations import Log, Situation, differences
-from functree.calls.compile_events import compile_events
+from functree.calls.compilations import Log, Situation, compile_events, differences
 from functree.calls.out_of_memory import compile_for
 from functree.calls.output import Output
 from functree.calls.program import Program, around

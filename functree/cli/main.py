@@ -39,7 +39,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from functree.cli.factory import is_call, made, made_call
 from functree.cli.failure import (
     FINE,
     INTERRUPTED,
@@ -54,6 +53,9 @@ from functree.cli.parser import (
     NO_LAYOUT,
     given_layout,
     given_layouts,
+    is_call,
+    made,
+    made_call,
     parsed,
 )
 from functree.compiled.ledger import Ledger
@@ -64,7 +66,7 @@ from functree.explorer.explore import NOT_COMPILED, explore
 from functree.explorer.ranking import Ranking
 from functree.explorer.step import Step
 from functree.explorer.why import Why, why
-from functree.layout.plan.make_plan import plan_tree
+from functree.layout.decide import plan_tree
 from functree.layout.plan.plan import Plan
 
 # Errors about layouts, and the compiler's errors.

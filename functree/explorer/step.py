@@ -11,8 +11,8 @@ from functree.calls.signature import Partial, Record, Signature
 from functree.calls.stages import Compiled
 from functree.calls.static_arguments import with_static
 from functree.devices.meshes import agreed_mesh
+from functree.layout.decide import plan_leaves
 from functree.layout.layout import LayoutTree, broadcast, own_meshes
-from functree.layout.plan.make_plan import plan_leaves
 from functree.layout.plan.plan import Plan
 from functree.transforms.jit.jit import jit
 from functree.transforms.jit.jitted import Jit

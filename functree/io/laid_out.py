@@ -14,9 +14,9 @@ from functree.errors import Problem
 from functree.labels.filters import Filter
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves, read
+from functree.layout.decide import plan_leaves, read_for
 from functree.layout.decision import refuse
 from functree.layout.layout import LayoutTree, own_meshes
-from functree.layout.plan.make_plan import plan_leaves, read_for
 from functree.processes.agreement import processes_text
 from functree.tree.arrays import is_key
 from functree.tree.paths import Path

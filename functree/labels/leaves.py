@@ -37,8 +37,7 @@ from functree.labels.annotations.given_names import (
     unmatched,
 )
 from functree.labels.annotations.hints import NOTHING, Hint, field_hints
-from functree.labels.annotations.leaf_axes import leaf_axes
-from functree.labels.leaf import Leaf, array_problem
+from functree.labels.leaf import Leaf, array_problem, leaf_axes
 from functree.tree.arrays import AnyArray, Tree, is_array, is_unheld_number, unheld
 from functree.tree.axes import Axes, Names
 from functree.tree.interfaces import Stack, StateMapping, TrainingState

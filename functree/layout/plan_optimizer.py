@@ -14,10 +14,9 @@ from functree.labels.optimizer.followed_parameters import Optimizer, TrainedMode
 from functree.labels.optimizer.optimizer_state import optimizer_state
 from functree.labels.optimizer.stack_treatment import warn_of_stacks
 from functree.labels.predicates import is_trainable
-from functree.layout.decide import Decisions, decide_parts, follow
+from functree.layout.decide import Decisions, decide_parts, follow, plan_decisions, read_for
 from functree.layout.decision import leaf_problems, refuse
 from functree.layout.layout import LayoutLike, LayoutTree, Part, as_layout, own_meshes
-from functree.layout.plan.make_plan import plan_decisions, read_for
 from functree.layout.plan.plan import Plan
 from functree.tree.paths import Path
 

@@ -21,7 +21,7 @@ from functree.labels.optimizer.layers import (
 )
 from functree.labels.optimizer.optimizer_state import remembered, trained_type
 from functree.labels.optimizer.stack_treatment import UPDATES, traced_update
-from functree.layout.plan.make_plan import plan
+from functree.layout.decide import plan
 from functree.layout.state_sharding import StateSharding
 from functree.transforms.init import init_optimizer
 from functree.tree.arrays import Tree

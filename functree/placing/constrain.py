@@ -13,10 +13,9 @@ from functree.devices.meshes import MeshView, agreed_mesh, current_mesh, devices
 from functree.devices.placement import check_deleted, first_mesh
 from functree.devices.specs import mesh_axes
 from functree.errors import AxesError, Problem, ShardingError, count, users_frame, warn
-from functree.layout.decide import decide_parts
+from functree.layout.decide import decide_parts, read_for
 from functree.layout.decision import Decision, refuse
 from functree.layout.layout import Layout, LayoutLike, LayoutTree, as_layout, own_meshes
-from functree.layout.plan.make_plan import read_for
 from functree.layout.rules import activation, array_spec, forgotten_axes, forgotten_text
 from functree.placing.ambient import ambient_rules, has_axis_rules, spec
 from functree.tree.arrays import AnyArray, is_array

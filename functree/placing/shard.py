@@ -1,26 +1,260 @@
-"""`ft.shard` places concrete arrays according to a layout."""
+"""`ft.shard` places concrete arrays according to a layout.
 
-from collections.abc import Sequence
+If the mesh has devices of other processes, the processes first check that their plans and values
+agree, and each process places its own arrays.
+"""
+
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import tree_flatten
 
 from functree.argument_checks import FLAG, check, check_tree
 from functree.devices.meshes import NO_MESH, MeshLike, agreed_mesh, without_devices
 from functree.devices.placement import is_placed, refuse_deleted
-from functree.errors import Problem, ShardingError, count
+from functree.devices.specs import mesh_axes, of_rank, spec_text
+from functree.errors import Problem, ShardingError, count, path_text
+from functree.labels.leaf import Leaf
 from functree.labels.leaves import AxesTree, Leaves, named_arrays
+from functree.layout.decide import plan_leaves, read_for
 from functree.layout.layout import LayoutTree, own_meshes
-from functree.layout.plan.make_plan import plan_leaves, read_for
 from functree.layout.plan.plan import Plan
-from functree.placing.across_processes import Values, place_across
 from functree.placing.batch import batch_key
+from functree.processes.agreement import Agreement, Facts
+from functree.processes.check_processes import checksum, facts_of
+from functree.processes.digest import Bounds, compared
+from functree.processes.exchange import processes_text
+from functree.tree.arrays import AnyArray, array_text, is_key, keys_of, on_device, with_sharding
+
+# Meshes of several processes
+
+FAILURE = "the arrays cannot be placed"
+
+Values = Sequence[Any]
+
+
+Planner = Callable[..., tuple[Leaves, Plan]]
+"""A function that reads a tree, and returns its leaves and their plan.
+
+It takes `values`, arrays whose shapes are planned (by default the tree's arrays), and `check`,
+whether an array that cannot be laid out raises an error.
+"""
+
+
+def place_across(planner: Planner, local: bool) -> Any:
+    """Place the arrays of a tree on a mesh of all processes.
+
+    Args:
+        planner: the function that reads and plans the tree.
+        local: whether each process passes only its own rows of each array.
+
+    Raises:
+        FunctreeError: if plans differ between processes.
+        FunctreeError: if processes pass different values for one array.
+        ShardingError: if processes with the same shards pass different rows.
+    """
+    rows = "if each process has its own rows, pass `local=True`; otherwise"
+    if local:
+        rows = "pass the same number of rows in each process, and"
+    with Agreement(FAILURE, remedy=rows) as agreement:
+        tree, shardings, facts = _prepared(planner, local)
+        agreement.compare(lambda: facts)
+    leaves = tree.leaves
+    if local:
+        _check_rows(leaves, shardings)
+    make = _from_rows if local else _from_whole
+    made: dict[int, jax.Array] = {}  # an array at two paths stays one array
+    for value, sharding in zip(tree.values, shardings, strict=True):
+        if id(value) not in made:
+            made[id(value)] = make(value, sharding)
+    return tree.skeleton.fill(made[id(value)] for value in tree.values)
+
+
+def _prepared(planner: Planner, local: bool) -> tuple[Leaves, list[NamedSharding], Facts]:
+    """Return the leaves, their shardings, and the facts that processes compare."""
+    tree, planned = planner(check=not local)  # one process's rows do not have the whole shape
+    leaves = tree.leaves
+    _check_all_processes(planned)
+    if local:
+        _check_local(leaves)
+        shapes = _whole_shapes(leaves, planned)
+        _, planned = planner(values=shapes)
+        _check_sizes(leaves, shapes, planned)
+    values: list[str] = []
+    for leaf in leaves:
+        # With `local`, each process has its own rows, and `_check_rows` compares shared rows.
+        if not local and _is_own(leaf.value):
+            digest = f"{checksum(_host(leaf.value)):08x}"
+            values.append(f"{path_text(leaf.path)}: {array_text(leaf.value)} {digest}")
+    facts = {"plan": facts_of(planned), "values": values}
+    return tree, list(map(planned.sharding, planned.rows)), facts
+
+
+def _check_local(leaves: Sequence[Leaf]) -> None:
+    """Raise ShardingError for arrays that cannot be this process's rows."""
+    problems = []
+    for leaf in leaves:
+        if not _is_own(leaf.value):
+            problems.append(leaf.problem(_ALL, "leave this array out, since it is already placed"))
+        elif is_key(leaf.value.dtype):
+            problems.append(
+                leaf.problem(_KEYS, "create the same keys in all processes, and pass `local=False`")
+            )
+    _raise_local(problems)
+
+
+_ALL = "has shards in other processes, so it cannot be the rows of this process"
+_KEYS = "contains random keys, which `local=True` does not support"
+
+
+def _check_sizes(leaves: Sequence[Leaf], shapes: Sequence[AnyArray], planned: Plan) -> None:
+    """Raise ShardingError if an array's layout depends on its size, as with `ft.FSDP`."""
+    problems = []
+    for leaf, before, after in zip(leaves, shapes, _whole_shapes(leaves, planned), strict=True):
+        if after.shape != before.shape:
+            text = array_text(before)
+            why = f"its layout depends on its size, so the processes' rows do not form {text}"
+            problems.append(leaf.problem(why, "lay it out with a spec: `ft.P(...)`"))
+    _raise_local(problems)
+
+
+def _raise_local(problems: Sequence[Problem]) -> None:
+    if problems:
+        raise ShardingError(
+            f"shard: {count(len(problems), 'leaf')} cannot be placed with `local=True`", problems
+        )
+
+
+def _check_all_processes(planned: Plan) -> None:
+    """Raise ShardingError if some processes have no device in the mesh, since they would hang."""
+    missing = set(range(jax.process_count()))
+    if isinstance(planned.mesh, Mesh):
+        missing.difference_update(device.process_index for device in planned.mesh.devices.flat)
+    if missing:
+        raise ShardingError(
+            f"{FAILURE}: the mesh has no device of {processes_text(sorted(missing))}: "
+            "build the mesh from all devices"
+        )
+
+
+def _from_whole(value: Any, sharding: NamedSharding) -> jax.Array:
+    """Place an array that each process passes as a whole.
+
+    Processes communicate only if the array already has shards in several processes.
+    """
+    if is_placed(value, sharding):
+        return value
+    if not _is_own(value):
+        return with_sharding(jnp.asarray, sharding, on_device(value))
+    array = _host(value)
+    if not is_key(value.dtype):
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+    spec = of_rank(sharding.spec, array.ndim)
+    words = jax.make_array_from_callback(
+        array.shape, sharding.update(spec=spec), lambda index: array[index]
+    )
+    return with_sharding(keys_of(str(jax.random.key_impl(value))), sharding, words)
+
+
+def _from_rows(value: Any, sharding: NamedSharding) -> jax.Array:
+    """Place an array from the rows that each process passes."""
+    whole = _whole_shape(value, sharding)
+    return jax.make_array_from_process_local_data(sharding, _host(value), whole.shape)
+
+
+def _is_own(value: Any) -> bool:
+    """Return whether an array is from NumPy, or only on devices of this process."""
+    return not isinstance(value, jax.Array) or value.is_fully_addressable
+
+
+def _host(value: Any) -> np.ndarray:
+    """Copy an array of this process to the host, with a JAX dtype. Random keys become words."""
+    if is_key(value.dtype):
+        value = jax.random.key_data(value)
+    array = np.asarray(value)
+    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+
+
+# Rows
+
+
+def _whole_shapes(leaves: Sequence[Leaf], planned: Plan) -> list[jax.ShapeDtypeStruct]:
+    """Return the shapes of the whole arrays, according to their shardings in a plan."""
+    shardings = map(planned.sharding, planned.rows)
+    pairs = zip(leaves, shardings, strict=True)
+    return [_whole_shape(leaf.value, sharding) for leaf, sharding in pairs]
+
+
+def _whole_shape(value: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of the whole array, of which this process has its own rows."""
+    parts = _parts(sharding, len(value.shape))
+    own = _block(parts, sharding, jax.process_index())
+    sizes = [size * n // len(mine) for size, n, mine in zip(value.shape, parts, own, strict=True)]
+    return jax.ShapeDtypeStruct(tuple(sizes), jax.dtypes.canonicalize_dtype(value.dtype))
+
+
+def _parts(sharding: NamedSharding, ndim: int) -> list[int]:
+    """Return the number of shards of each dimension."""
+    sizes = sharding.mesh.shape
+    parts: list[int] = []
+    for entry in of_rank(sharding.spec, ndim):
+        parts.append(math.prod(map(sizes.__getitem__, mesh_axes(entry))))
+    return parts
+
+
+Block = tuple[tuple[int, ...], ...]
+"""The indices of a process's shards in each dimension of an array."""
+
+
+def _block(parts: Sequence[int], sharding: NamedSharding, process: int) -> Block:
+    """Return the shards on the devices of a process.
+
+    Raises:
+        ShardingError: if the shards do not form a block of the array.
+    """
+    indices = sharding.devices_indices_map(tuple(parts))
+    own: set[tuple[int, ...]] = set()
+    for device, index in indices.items():
+        if device.process_index == process:
+            starts = [part.indices(n)[0] for part, n in zip(index, parts, strict=True)]
+            own.add(tuple(starts))
+    block = tuple(tuple(sorted(set(column))) for column in zip(*own, strict=True))
+    if math.prod(map(len, block)) != len(own):
+        raise ShardingError(
+            f"{FAILURE}: with {spec_text(sharding.spec)}, the shards of process {process} do not "
+            "form a block of the array, so it cannot pass them as rows: pass the whole array in "
+            "all processes, with `local=False`"
+        )
+    return block
+
+
+def _check_rows(leaves: Sequence[Leaf], shardings: Sequence[NamedSharding]) -> None:
+    """Raise ShardingError if processes with the same rows pass different values."""
+    mine: dict[str, list[tuple[Bounds, int]]] = {}
+    for leaf, sharding in zip(leaves, shardings, strict=True):
+        parts = _parts(sharding, leaf.value.ndim)
+        blocks = [_block(parts, sharding, process) for process in range(jax.process_count())]
+        if len(set(blocks)) < len(blocks):
+            bounds = tuple((one[0], one[-1] + 1) for one in blocks[jax.process_index()])
+            mine[str(leaf.path)] = [(bounds, checksum(_host(leaf.value)))]
+    if not mine:  # equal in all processes, since it follows from the shardings
+        return
+    _, problems = compared(
+        mine, "pass equal rows in processes with the same shards, or use a different layout"
+    )
+    if problems:
+        raise ShardingError(FAILURE, problems)
+
+
+# Meshes of one process
 
 T = TypeVar("T")
 

@@ -24,7 +24,7 @@ from functree.errors import FunctreeTypeError, path_text
 from functree.labels.filters import Filter
 from functree.layout.layout import Layout
 from functree.layout.plan.plan import Plan
-from functree.layout.plan.row import array_of
+from functree.layout.plan.text import array_of
 from functree.processes.agreement import Agreement
 from functree.tree.arrays import AnyArray, Tree, array_text, is_array, is_key
 from functree.tree.nodes import walk

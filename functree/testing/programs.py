@@ -16,8 +16,8 @@ from functree.calls.program import around
 from functree.calls.signature import Signature
 from functree.compiled.sources import is_layer
 from functree.devices.meshes import agreed_mesh
+from functree.layout.decide import plan_leaves
 from functree.layout.layout import Layout, LayoutTree, own_meshes
-from functree.layout.plan.make_plan import plan_leaves
 from functree.layout.plan.plan import Plan
 from functree.testing.checksums import has_checksum, is_inexact, numbers, rounding, wide
 from functree.testing.intermediates import Record, Site, Watch, run

@@ -23,8 +23,8 @@ from functree.errors import ShardingError
 from functree.labels.filters import FilterLike
 from functree.labels.optimizer.followed_parameters import Optimizer
 from functree.labels.predicates import is_trainable
+from functree.layout.decide import plan_tree
 from functree.layout.layout import Layout, LayoutLike, LayoutTree, copied
-from functree.layout.plan.make_plan import plan_tree
 from functree.layout.plan.plan import Plan
 from functree.layout.plan_optimizer import plan_state
 from functree.placing.ambient import ambient_rules, axis_rules

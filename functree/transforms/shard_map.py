@@ -44,7 +44,7 @@ from functree.devices.varying import varying_axes
 from functree.errors import FunctreeTypeError, Problem, ShardingError, did_you_mean
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves
-from functree.layout.decide import UNSPECIFIED
+from functree.layout.decide import UNSPECIFIED, plan_leaves, read_for
 from functree.layout.decision import refuse
 from functree.layout.layout import (
     Layout,
@@ -56,7 +56,6 @@ from functree.layout.layout import (
     as_partial,
     copied,
 )
-from functree.layout.plan.make_plan import plan_leaves, read_for
 from functree.placing.ambient import axis_rules
 from functree.transforms.typed import Sizes, check_sizes
 from functree.tree.arrays import AnyArray

@@ -18,7 +18,7 @@ import functree as ft
 from functree.compiled import shardy
 from functree.compiled.layouts import Layouts, layouts_of
 from functree.compiled.shardy import ARGUMENT, CONSTRAINT, RESULT, LaidOut, moved_bytes
-from functree.devices.lies_as import lies_as
+from functree.devices.constraint import lies_as
 from tests.lib.checks import compilations
 from tests.lib.meshes import EXPLICIT, MESH, SIZES
 

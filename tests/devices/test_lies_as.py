@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import functree as ft
-from functree.devices.lies_as import lies_as
+from functree.devices.constraint import lies_as
 from tests.lib.meshes import MESH, assert_lies, lay
 
 X, Y = jnp.arange(12.0).reshape(3, 4), jnp.ones((3, 4))

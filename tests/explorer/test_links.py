@@ -12,8 +12,7 @@ import pytest
 import functree as ft
 from functree.compiled.collective import BytesByPath
 from functree.devices.targets import Target
-from functree.explorer.hardware import kind_of
-from functree.explorer.links import bandwidth, check_links, wire_bytes
+from functree.explorer.hardware import bandwidth, check_links, kind_of, wire_bytes
 from tests.lib.checks import raises
 
 

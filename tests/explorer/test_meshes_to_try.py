@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 import functree as ft
-from functree.explorer.meshes_to_try import candidates, named_mesh_axes
+from functree.explorer.explore import candidates, named_mesh_axes
 
 P = ft.P
 RULES = ft.AxisRules({"batch": "data", "hidden": ("model", "data"), "embed": None})

@@ -21,8 +21,7 @@ import functree as ft
 from functree.calls.program_ledger import ledger_of
 from functree.compiled.flops import count_flops
 from functree.compiled.ledger import Ledger
-from functree.explorer.edits import Edits
-from functree.explorer.variant import Variant
+from functree.explorer.edits import Edits, Variant
 from functree.explorer.why import Why
 from functree.transforms.ledger import LoweredCall, call_of
 from tests.lib.checks import compilations

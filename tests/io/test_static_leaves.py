@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import functree as ft
-from functree.io.checkpoints.static_leaves import static_texts
+from functree.io.checkpoints.contents import static_texts
 from tests.lib.checks import raises, warns
 
 

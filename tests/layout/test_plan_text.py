@@ -14,8 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
 import functree as ft
-from functree.layout.plan.row import array_of
-from functree.layout.plan.text import groups_of
+from functree.layout.plan.text import array_of, groups_of
 from functree.report.table import WIDTH
 from tests.lib.checks import python_calls
 from tests.lib.meshes import SIZES

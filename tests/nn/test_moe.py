@@ -13,7 +13,7 @@ import pytest
 
 import functree as ft
 from functree import nn
-from functree.nn.moe import dispatch, experts
+from functree.nn.moe import dispatch
 from functree.nn.moe.dispatch import capacity_of
 from functree.nn.moe.sharding import Shards, chosen_dispatch
 from tests.lib.checks import raises
@@ -173,7 +173,7 @@ def test_rows_behind_the_last_group_are_masked(monkeypatch: pytest.MonkeyPatch) 
     moe, sizes = layer(), jnp.array([2, 0, 1, 0])
 
     def summed(moe: nn.MoE, x: jax.Array) -> jax.Array:
-        return experts.Experts(moe.gate, moe.up, moe.down).of_groups(x, sizes).sum()
+        return dispatch.Experts(moe.gate, moe.up, moe.down).of_groups(x, sizes).sum()
 
     found = jax.jit(jax.value_and_grad(summed, (0, 1)))(moe, X[0])
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found))

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 import functree as ft
-from functree.layout.plan.make_plan import plan_leaves
+from functree.layout.decide import plan_leaves
 from tests.lib.checks import python_calls, raises
 from tests.lib.meshes import MESH, mesh_of
 from tests.lib.trees import MLP, BareMLP, mlp

@@ -13,8 +13,7 @@ from functree.errors import FunctreeTypeError, count, did_you_mean
 from functree.io.checkpoints.folder import folder_at, read_manifest
 from functree.io.checkpoints.manifest import SavedArray
 from functree.layout.plan.plan import Plan
-from functree.layout.plan.row import Row
-from functree.layout.plan.text import plan_text
+from functree.layout.plan.text import Row, plan_text
 from functree.report.diff import Change, Diff, changes
 from functree.report.table import bytes_text
 from functree.tree.arrays import array_text

@@ -26,6 +26,7 @@ from functree.errors import (
     warn,
 )
 from functree.io.casts import Loss, cast_on_devices, cast_on_host, lost_on_host, warn_of_losses
+from functree.io.checkpoints.contents import warn_of_changes
 from functree.io.checkpoints.engine import (
     from_stored,
     load_arrays,
@@ -34,7 +35,6 @@ from functree.io.checkpoints.engine import (
 )
 from functree.io.checkpoints.folder import files, folder_at, read_manifest
 from functree.io.checkpoints.manifest import Manifest, SavedArray
-from functree.io.checkpoints.static_leaves import warn_of_changes
 from functree.io.laid_out import is_enabled, laid_out, like_value, misplaced
 from functree.labels.filters import (
     ClassFilter,

@@ -24,7 +24,7 @@ from functree.io.weights.files import DTYPES, INDEX
 from functree.io.weights.table import WHOLE, TensorName, names_of
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import read
-from functree.layout.plan.make_plan import plan
+from functree.layout.decide import plan
 from functree.nn.config import TransformerConfig
 from functree.nn.families import CHOSEN, FIELDS, LLAMA_3, families, understood
 from functree.nn.rope import Llama3Rope

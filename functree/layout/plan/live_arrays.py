@@ -12,7 +12,7 @@ from functree.devices.placement import other_memory
 from functree.devices.specs import of_rank
 from functree.errors import listed
 from functree.labels.leaf import Leaf
-from functree.layout.plan.row import Row, row_of
+from functree.layout.plan.text import Row, row_of
 
 AnyMesh = Mesh | AbstractMesh
 

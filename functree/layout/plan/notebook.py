@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 from jax.sharding import Sharding
 
 from functree.errors import count
-from functree.layout.plan.make_plan import plan
+from functree.layout.decide import plan
 from functree.layout.plan.plan import Plan
 from functree.report.table import bytes_text
 from functree.tree.arrays import Tree, is_array

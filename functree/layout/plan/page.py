@@ -7,8 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from functree.devices.meshes import MeshView
-from functree.layout.plan.row import Row, axes_of, saved_by_sharding
-from functree.layout.plan.text import Group, groups_of
+from functree.layout.plan.text import Group, Row, axes_of, groups_of, saved_by_sharding
 from functree.report.page import (
     Card,
     Pictures,

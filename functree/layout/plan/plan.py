@@ -26,8 +26,15 @@ from functree.labels.leaf import Leaf
 from functree.layout.decision import Decision, apply_spec, refuse, whole
 from functree.layout.layout import Layout
 from functree.layout.plan.page import PlanPage
-from functree.layout.plan.row import Row, rows_by_path
-from functree.layout.plan.text import AxisSizes, axis_sizes, plan_text, replicated, several_sizes
+from functree.layout.plan.text import (
+    AxisSizes,
+    Row,
+    axis_sizes,
+    plan_text,
+    replicated,
+    rows_by_path,
+    several_sizes,
+)
 from functree.report.diff import Change, Diff, changes
 from functree.report.json_text import json_of, read_json
 from functree.report.table import Bytes, bytes_text

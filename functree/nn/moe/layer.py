@@ -22,13 +22,13 @@ from functree.devices.meshes import devices_along
 from functree.errors import Problem
 from functree.nn.activations import activation, entries_of, over_mesh, resharded
 from functree.nn.moe.dispatch import (
+    Experts,
     Tokens,
     by_exchange,
     by_ragged_exchange,
     capacity_of,
     on_own_experts,
 )
-from functree.nn.moe.experts import Experts
 from functree.nn.moe.router import MoELosses, route
 from functree.nn.moe.sharding import DispatchName, Shards, chosen_dispatch, shards_of, weight_specs
 from functree.nn.weights import (

@@ -26,13 +26,12 @@ from functree.devices.specs import entry, mesh_axes, named_axes, of_rank, withou
 from functree.devices.varying import varying_axes, varying_over
 from functree.errors import FunctreeTypeError, Problem, ShardingError, did_you_mean
 from functree.labels.leaf import array_problem
-from functree.layout.decide import decide_parts
+from functree.layout.decide import decide_parts, read_for
 from functree.layout.layout import as_partial, broadcast, own_meshes
-from functree.layout.plan.make_plan import read_for
 from functree.placing.ambient import ambient_rules
 from functree.placing.constrain import find_mesh, local_view
 from functree.transforms.accumulate.call import Call, GradientFunction, Role, below, refuse
-from functree.transforms.grad.parameters import BACKWARD, laid_out_as
+from functree.transforms.grad.grad import BACKWARD, laid_out_as
 from functree.transforms.jit.jit import jit
 from functree.tree.arrays import Tree
 from functree.tree.paths import Path

@@ -22,10 +22,15 @@ from functree.devices.placement import is_sharded_as, mesh_of, sharding_text
 from functree.errors import Problem, ShardingError, count, listed, warn
 from functree.labels.leaf import Leaf, is_bare, is_in_module
 from functree.labels.leaves import Leaves
-from functree.layout.decide import UNSPECIFIED, decide_parts, filter_problems
+from functree.layout.decide import (
+    UNSPECIFIED,
+    decide_parts,
+    filter_problems,
+    plan_leaves,
+    plan_tree,
+)
 from functree.layout.decision import Decision, layout_problem, refuse, whole
 from functree.layout.layout import Layout, LayoutTree, Part, as_partial, own_meshes
-from functree.layout.plan.make_plan import plan_leaves, plan_tree
 from functree.layout.rules import forgotten_axes, forgotten_text
 from functree.layout.state_sharding import for_arrays
 from functree.placing.shard import moved_once
