@@ -7,6 +7,7 @@ lists a tree's problems.
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import IntEnum
+from itertools import chain
 from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
@@ -34,13 +35,17 @@ class Source(NamedTuple):
     """The rule, layout or parameter that sharded a dimension.
 
     Attributes:
-        what: a rule, `FSDP`, a spec, or the parameter that the spec comes from, for messages.
+        parts: a rule, `FSDP`, a spec, or the parameter that the spec comes from. They are formatted
+            only for messages.
         is_rule: whether missing mesh axes are reported once for the layout. If not, as for a spec,
             they are reported for each leaf.
     """
 
-    what: str
+    parts: tuple[object, ...]
     is_rule: bool = False
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self.parts))
 
 
 class Named(IntEnum):
@@ -80,7 +85,8 @@ class Decision(NamedTuple):
 
     Attributes:
         dimensions: one value for each dimension of the leaf.
-        reasons: one for each layout that decided something, in order.
+        reasons: one for each layout that decided something, in order. A reason consists of parts,
+            which are formatted only for a plan.
         faults: the faults that later layouts cannot correct.
         memory_kind: the memory kind; None for the default.
         specified: whether the leaf has a layout. It is False if the layout is `None`.
@@ -90,7 +96,7 @@ class Decision(NamedTuple):
     """
 
     dimensions: tuple[Dimension, ...]
-    reasons: tuple[str, ...] = ()
+    reasons: tuple[tuple[object, ...], ...] = ()
     faults: tuple[Fault, ...] = ()
     memory_kind: str | None = None
     specified: bool = True
@@ -100,7 +106,7 @@ class Decision(NamedTuple):
     @property
     def reason(self) -> str:
         """The reasons as text, for a plan."""
-        return "; ".join(self.reasons)
+        return reasons_text(self.reasons)
 
     @property
     def mesh_axes(self) -> tuple[tuple[str, ...], ...]:
@@ -112,17 +118,14 @@ class Decision(NamedTuple):
         """The spec, with one entry for each dimension."""
         return PartitionSpec(*[entry(dimension.mesh_axes) for dimension in self.dimensions])
 
-    def used(self, but: int | None = None) -> set[str]:
-        """Return the mesh axes that shard any dimension, except the dimension `but`."""
-        used: set[str] = set()
-        for i, dimension in enumerate(self.dimensions):
-            if i != but:
-                used.update(dimension.mesh_axes)
-        return used
+    @property
+    def used(self) -> set[str]:
+        """The mesh axes that shard any dimension."""
+        return set(chain.from_iterable(self.mesh_axes))
 
     def because(self, *parts: object) -> "Decision":
-        """Return the decision with one more reason: the texts of some parts, in order."""
-        return self._replace(reasons=(*self.reasons, ", ".join(map(str, parts))))
+        """Return the decision with one more reason."""
+        return self._replace(reasons=(*self.reasons, parts))
 
     def wrong(self, *faults: Fault) -> "Decision":
         """Return the decision with more faults."""
@@ -139,6 +142,11 @@ class Decision(NamedTuple):
             dimension._replace(named=Named.DECIDED, blocked=None) for dimension in self.dimensions
         ]
         return self._replace(dimensions=tuple(settled))
+
+
+def reasons_text(reasons: Iterable[Iterable[object]]) -> str:
+    """Format reasons for a plan."""
+    return "; ".join([", ".join(map(str, parts)) for parts in reasons])
 
 
 def whole(leaf: Leaf) -> Decision:
@@ -186,7 +194,7 @@ def apply_spec(
         why = f"{spec_text(spec)} describes partial sums, which exist only inside a computation"
         faults.append((why, "write a spec without `unreduced` and `reduced`"))
     dimensions = list(before.dimensions)
-    source = Source(spec_text(spec))
+    source = Source((spec_text(spec),))
     # Entries for dimensions that the leaf lacks are already a fault.
     for i, written in enumerate(spec.partitions[: len(dimensions)]):
         if written is PartitionSpec.UNCONSTRAINED:
@@ -214,7 +222,7 @@ def conflict(
     """Return the fault for a dimension that `source` and an earlier layout shard differently."""
     already = f"{leaf.dimension(dim)} is already sharded over {axes_text(have)}"
     return (
-        f"{already}, but {source.what} shards it over {axes_text(want)}",
+        f"{already}, but {source} shards it over {axes_text(want)}",
         "after `|`, shard only dimensions that the earlier layouts leave unsharded",
     )
 
@@ -359,13 +367,13 @@ def _dimension_faults(
     if not source.is_rule:
         for axis in missing:
             near = did_you_mean(axis, mesh.sizes)
-            why = f"{source.what} names `{axis}`, but the mesh {mesh} has no such axis{near}"
+            why = f"{source} names `{axis}`, but the mesh {mesh} has no such axis{near}"
             faults.append((why, "use an axis that the mesh has"))
     # Each mesh axis that an earlier dimension uses, or that this one repeats, is reported once.
     seen = {axis for dimension in decision.dimensions[:dim] for axis in dimension.mesh_axes}
     again = [axis for i, axis in enumerate(axes) if axis in seen or axis in axes[:i]]
     for axis in dict.fromkeys(again):
-        why = f"mesh axis `{axis}` is used twice, the second time by {source.what} for "
+        why = f"mesh axis `{axis}` is used twice, the second time by {source} for "
         why += leaf.dimension(dim)
         faults.append((why, "use the mesh axis once: it can shard only one dimension of an array"))
     # If a mesh axis does not exist, the number of shards is unknown.
@@ -391,7 +399,7 @@ def _indivisible(
         )
     # `FSDP` shards only dimensions that it can divide, so a rule shards this dimension by its name.
     name = leaf.axes[dim]
-    why = f"{text} has size {size}; {source.what} needs a multiple of {where}={parts}"
+    why = f"{text} has size {size}; {source} needs a multiple of {where}={parts}"
     pad, whole = f"pad {text} to {padded}", f'with `"{name}": None`'
     if leaf.path:
         alone = "leave this leaf unsharded with a path filter (`StateSharding`)"

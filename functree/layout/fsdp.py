@@ -127,7 +127,7 @@ class FSDP(Layout):
         largest = max(fitting, key=lambda dim: (leaf.shape[dim], -dim))
         dimension = start.dimensions[largest]
         split = dimension._replace(
-            mesh_axes=self.mesh_axes, source=Source(f"FSDP({self.axis!r})", is_rule=True)
+            mesh_axes=self.mesh_axes, source=Source((f"FSDP({self.axis!r})",), is_rule=True)
         )
         if self.axes is not None:
             # The dimension's axis is in `axes`, so sharding it resolves its blocked rules.
@@ -152,7 +152,7 @@ class FSDP(Layout):
         if leaf.value.size < self.min_size:
             return f"fewer than {self.min_size} elements"
         # A mesh axis can shard only one dimension of an array.
-        if not start.used().isdisjoint(self.mesh_axes):
+        if not start.used.isdisjoint(self.mesh_axes):
             return f"already sharded over {axes_text(self.mesh_axes)}"
         if not free:
             return "no dimension it can shard"

@@ -105,7 +105,7 @@ def plan_state(
         others = replace(state, leaves=tuple(lost.values()))
         extra = decide_parts(others, [Part(as_layout(otherwise), Path())], view)
         for i, decision in zip(lost, extra.decisions, strict=True):
-            decisions[i] = decision._replace(reasons=(f"otherwise: {decision.reason}",))
+            decisions[i] = decision._replace(reasons=((f"otherwise: {decision.reason}",),))
         problems += extra.problems
         unused = extra.unused
     for leaf, decision in zip(state.leaves, decisions, strict=True):

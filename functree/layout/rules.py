@@ -19,6 +19,7 @@ from functree.labels.annotations.given_names import invalid_names
 from functree.labels.leaf import Leaf
 from functree.layout.decision import (
     Decision,
+    Dimension,
     Fault,
     Named,
     Source,
@@ -161,50 +162,63 @@ class AxisRules(Layout):
 
     def _apply(self, leaf: Leaf, start: Decision) -> Decision:
         """Apply Linen's algorithm to the dimensions that are still unsharded."""
-        decision = start
+        dimensions, faults = list(start.dimensions), list(start.faults)
         applied: dict[int, Rule] = {}  # the rule that applied to each dimension
+        owner: dict[str, int] = {}  # the dimension that each mesh axis shards
+        for dim, dimension in enumerate(dimensions):
+            owner.update(dict.fromkeys(dimension.mesh_axes, dim))
         # The outer loop is over rules: if two axes compete for a mesh axis, the earlier rule wins.
         for rule in self.table:
-            for dim, axis in enumerate(leaf.axes):
-                if axis != rule.name or dim in applied:
+            for dim, name in enumerate(leaf.axes):
+                if name != rule.name or dim in applied:
                     continue
                 # A mesh axis that shards another dimension blocks the rule. Mesh axes that already
                 # shard this dimension do not, since the rule may name the same mesh axes.
-                if not decision.used(but=dim).isdisjoint(rule.mesh_axes):
+                if any(owner.get(axis, dim) != dim for axis in rule.mesh_axes):
                     continue
                 applied[dim] = rule
-                if rule.mesh_axes:
-                    decision = _split(leaf, decision, dim, rule)
-        ruled = decision
+                have, source = dimensions[dim].mesh_axes, Source(("rule", rule), is_rule=True)
+                if not rule.mesh_axes:
+                    continue
+                if have and have != rule.mesh_axes:
+                    faults.append(conflict(dim, leaf, have, rule.mesh_axes, source))
+                    continue
+                # The source is set even if these mesh axes already shard the dimension, so that
+                # messages name the rule.
+                split = dimensions[dim]._replace(mesh_axes=rule.mesh_axes, source=source)
+                dimensions[dim] = split
+                owner.update(dict.fromkeys(rule.mesh_axes, dim))
         for dim, name in enumerate(leaf.axes):
-            dimension = ruled.dimensions[dim]
             if name is None or dim in applied:
-                dimension = dimension._replace(named=Named.DECIDED, blocked=None)
-            elif name not in self.mentioned:
-                named = Named.CLOSED if self.closed else Named.MISSING
-                blocked = None if self.closed else dimension.blocked
-                named = max(dimension.named, named)
-                dimension = dimension._replace(named=named, blocked=blocked)
-            elif self.closed or dimension.mesh_axes or dimension.named is Named.CLOSED:
-                dimension = dimension._replace(named=Named.DECIDED, blocked=None)
-            elif dimension.named is not Named.DECIDED:
-                # No rule for the axis applied, and no earlier layout left it unsharded on purpose.
-                blocked = self._blocked(leaf, name, ruled)
-                dimension = dimension._replace(named=Named.DECIDED, blocked=blocked)
-            decision = decision.with_dimension(dim, dimension)
+                dimensions[dim] = dimensions[dim]._replace(named=Named.DECIDED, blocked=None)
+            else:
+                dimensions[dim] = self._named(leaf, name, dimensions[dim], owner)
+        decision = start._replace(dimensions=tuple(dimensions), faults=tuple(faults))
         parts = _reason(leaf, start, applied, self.closed)
         if not parts:
             return decision
         return decision.because(*parts)
 
-    def _blocked(self, leaf: Leaf, name: str, decision: Decision) -> Fault:
+    def _named(
+        self, leaf: Leaf, name: str, dimension: Dimension, owner: Mapping[str, int]
+    ) -> Dimension:
+        """Return a dimension to which no rule applied, with the state of its name."""
+        if name not in self.mentioned:
+            named = Named.CLOSED if self.closed else Named.MISSING
+            blocked = None if self.closed else dimension.blocked
+            return dimension._replace(named=max(dimension.named, named), blocked=blocked)
+        if self.closed or dimension.mesh_axes or dimension.named is Named.CLOSED:
+            return dimension._replace(named=Named.DECIDED, blocked=None)
+        if dimension.named is Named.DECIDED:
+            return dimension
+        # No earlier layout left the dimension unsharded on purpose.
+        return dimension._replace(named=Named.DECIDED, blocked=self._blocked(leaf, name, owner))
+
+    def _blocked(self, leaf: Leaf, name: str, owner: Mapping[str, int]) -> Fault:
         """Return the fault for an axis whose rules all name mesh axes that shard other dimensions.
 
         An axis without a `None` rule is never left unsharded silently.
         """
-        owner: dict[str, int] = {}  # the dimension that each mesh axis shards
-        for dim, mesh_axes in enumerate(decision.mesh_axes):
-            owner.update(dict.fromkeys(mesh_axes, dim))
         wanted: list[str] = []
         for rule in self.table:
             if rule.name == name:
@@ -248,17 +262,6 @@ def with_rule(table: AxisRules, axis: str, mesh_axis: Any) -> AxisRules:
     # Other rules for the axis are dropped, since a rule after `None` is an error.
     kept = [pair for i, pair in enumerate(pairs) if pair[0] not in dict(pairs[:i])]
     return AxisRules(kept, dict(table.names), table.unnamed)
-
-
-def _split(leaf: Leaf, decision: Decision, dim: int, rule: Rule) -> Decision:
-    """Shard one dimension according to a rule."""
-    have, source = decision.dimensions[dim].mesh_axes, Source(f"rule {rule}", is_rule=True)
-    if have and have != rule.mesh_axes:
-        return decision.wrong(conflict(dim, leaf, have, rule.mesh_axes, source))
-    # The source is set even if these mesh axes already shard the dimension, so that messages
-    # name the rule.
-    split = decision.dimensions[dim]._replace(mesh_axes=rule.mesh_axes, source=source)
-    return decision.with_dimension(dim, split)
 
 
 def unannotated(leaf: Leaf) -> tuple[str, str]:
@@ -448,7 +451,7 @@ def array_spec(
     problems = near_misses([leaf], [decision], absent(mentioned, [leaf]))
     if mesh is None:
         # A mesh in which all used mesh axes have size 1 passes all checks.
-        mesh = MeshView(dict.fromkeys(decision.used(), 1))
+        mesh = MeshView(dict.fromkeys(decision.used, 1))
     else:
         for part in heard:
             problems += own_problems(part, [leaf], mesh)

@@ -30,7 +30,7 @@ from functree.labels.filters import (
     patterns,
 )
 from functree.labels.leaf import Leaf
-from functree.layout.decision import Decision, Fault, undecided, whole
+from functree.layout.decision import Decision, Fault, reasons_text, undecided, whole
 from functree.layout.layout import (
     Composition,
     Layout,
@@ -193,11 +193,11 @@ class StateSharding(Layout):
         decision = self._layouts[choice].decide(leaf, so_far, mesh)
         # The chosen layout's reasons become one reason, which begins with the filter.
         kept = so_far or whole(leaf)
-        reason = "; ".join(decision.reasons[len(kept.reasons) :])
+        reason = reasons_text(decision.reasons[len(kept.reasons) :])
         reason = f"{_written(self.filters[choice])}: {reason}"
         inner = decision.choices[len(kept.choices) :]
         return decision._replace(
-            reasons=(*kept.reasons, reason),
+            reasons=(*kept.reasons, (reason,)),
             choices=(*kept.choices, *inner, (self._key, choice)),
         )
 
