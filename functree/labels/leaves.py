@@ -8,7 +8,7 @@ packed.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -23,7 +23,6 @@ from functree.errors import (
     FunctreeTypeError,
     FunctreeValueError,
     Problem,
-    ShardingError,
     count,
 )
 from functree.labels.annotations.given_names import (
@@ -42,7 +41,6 @@ from functree.tree.arrays import AnyArray, Tree, is_array, is_unheld_number, unh
 from functree.tree.axes import Axes, Names
 from functree.tree.interfaces import Stack, StateMapping, TrainingState
 from functree.tree.paths import Keys, Path, first_beginning
-from functree.tree.prefix import PrefixOf, aligned
 from functree.tree.skeleton.kinds import (
     ARRAY,
     DEFAULT_DICT,
@@ -378,49 +376,3 @@ def _children(node: Tree, kind: Kind, path: Keys) -> Children:
         remedy = "use keys of one type, or an `OrderedDict`"
         problem = Problem(Path(path), None, "dict", f"JAX sorts its keys: {error}", remedy)
         raise FunctreeTypeError("a dict cannot be flattened", [problem]) from error
-
-
-AxesTree = str | Axes | Mapping[Any, Any] | list[Any] | tuple[Any, ...] | None
-"""The axes of a bare array, or a prefix tree of them. Arrays below `None` keep their own axes."""
-
-
-def named_arrays(leaves: Leaves, tree: Tree, axes: AxesTree) -> Leaves:
-    """Name the axes of bare arrays, as `axes=` of `ft.shard` does.
-
-    An error about axes that do not fit their arrays lists all such arrays by path.
-
-    Args:
-        leaves: the leaves of the tree.
-        tree: bare arrays in containers. Modules have annotations instead.
-        axes: the axes of each array, as a prefix tree. One string may cover all arrays below it.
-
-    Raises:
-        RuleError: if the structure of the axes does not match the tree.
-        ShardingError: if the axes differ from an array's annotation.
-        ShardingError: if the number of axes differs from an array's number of dimensions.
-    """
-    given: dict[Keys, Axes] = {}
-    for written, path, _ in aligned(axes, tree, _AXES):
-        if written is not None:
-            given[path] = Axes.of(written)
-    named_leaves, problems = list(leaves.leaves), list[Problem]()
-    for i, leaf in enumerate(leaves.leaves):
-        place = first_beginning(leaf.path, given)
-        if place is None:
-            continue
-        new = given[place]
-        if len(new) != len(leaf.shape) or (leaf.annotated and leaf.axes != new):
-            why = f'its axes are "{leaf.axes}", but `axes=` gives it "{new}"'
-            remedy = "name each dimension, or write `None` for an array with an annotation"
-            problems.append(leaf.problem(why, remedy))
-        named_leaves[i] = leaf._replace(axes=new, annotated=True, misfit=None)
-    if problems:
-        raise ShardingError("the axes do not fit their arrays", problems)
-    return replace(leaves, leaves=tuple(named_leaves))
-
-
-def _is_axes(value: object) -> bool:
-    return value is None or isinstance(value, str | Axes)
-
-
-_AXES = PrefixOf("axes", "string", _is_axes, 'is not a string such as `"batch embed"`')

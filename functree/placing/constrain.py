@@ -16,7 +16,13 @@ from functree.errors import AxesError, Problem, ShardingError, count, users_fram
 from functree.layout.decide import decide_parts, read_for
 from functree.layout.decision import Decision, refuse
 from functree.layout.layout import Layout, LayoutLike, LayoutTree, as_layout, own_meshes
-from functree.layout.rules import activation, array_spec, forgotten_axes, forgotten_text
+from functree.layout.rules import (
+    activation,
+    array_spec,
+    forgotten_axes,
+    forgotten_text,
+    spec_of_axes,
+)
 from functree.placing.ambient import ambient_rules, has_axis_rules, spec
 from functree.tree.arrays import AnyArray, is_array
 from functree.tree.axes import Axes
@@ -170,6 +176,17 @@ def find_mesh(
     if written is not None:
         return written
     return first_mesh([value for value in values if isinstance(value, jax.Array)])
+
+
+def axes_of_name(name: str, rules: Layout, mesh: Mesh | AbstractMesh) -> tuple[str, ...] | None:
+    """Return the mesh axes that shard a dimension of this name, or None if no rule covers it."""
+    if rules.rules is None:
+        return None
+    try:
+        spec = spec_of_axes(rules, Axes(name), None, local_view(MeshView(dict(mesh.shape), mesh)))
+    except ShardingError:
+        return None
+    return mesh_axes(spec.partitions[0])
 
 
 class AxisShards(NamedTuple):

@@ -5,7 +5,7 @@ agree, and each process places its own arrays.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -14,25 +14,43 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten
 
 from functree.argument_checks import FLAG, check, check_tree
-from functree.devices.meshes import NO_MESH, MeshLike, agreed_mesh, without_devices
-from functree.devices.placement import is_placed, refuse_deleted
+from functree.devices.meshes import (
+    NO_MESH,
+    MeshLike,
+    agreed_mesh,
+    current_mesh,
+    without_devices,
+)
+from functree.devices.placement import is_concrete, is_placed, refuse_deleted
 from functree.devices.specs import mesh_axes, of_rank, spec_text
 from functree.errors import Problem, ShardingError, count, path_text
 from functree.labels.leaf import Leaf
-from functree.labels.leaves import AxesTree, Leaves, named_arrays
+from functree.labels.leaves import Leaves
 from functree.layout.decide import plan_leaves, read_for
-from functree.layout.layout import LayoutTree, own_meshes
+from functree.layout.fsdp import FSDP
+from functree.layout.layout import Composition, LayoutTree, own_meshes
 from functree.layout.plan.plan import Plan
-from functree.placing.batch import batch_key
+from functree.layout.rules import AxisRules
 from functree.processes.agreement import Agreement, Facts
 from functree.processes.check_processes import checksum, facts_of
 from functree.processes.digest import Bounds, compared
 from functree.processes.exchange import processes_text
-from functree.tree.arrays import AnyArray, array_text, is_key, keys_of, on_device, with_sharding
+from functree.tree.arrays import (
+    AnyArray,
+    Tree,
+    array_text,
+    is_key,
+    keys_of,
+    on_device,
+    with_sharding,
+)
+from functree.tree.axes import Axes
+from functree.tree.paths import Keys, first_beginning
+from functree.tree.prefix import PrefixOf, aligned
 
 # Meshes of several processes
 
@@ -256,6 +274,9 @@ def _check_rows(leaves: Sequence[Leaf], shardings: Sequence[NamedSharding]) -> N
 
 # Meshes of one process
 
+AxesTree = str | Axes | Mapping[Any, Any] | list[Any] | tuple[Any, ...] | None
+"""The axes of a bare array, or a prefix tree of them. Arrays below `None` keep their own axes."""
+
 T = TypeVar("T")
 
 
@@ -311,7 +332,7 @@ def shard(
     check("shard: invalid arguments", local=(local, FLAG))
     if jax.process_count() > 1:
         return place_across(partial(_planned, tree, layout, mesh, axes), local)
-    key = batch_key(tree, layout, mesh, axes)
+    key = _batch_key(tree, layout, mesh, axes)
     shardings = None if key is None else _SHARDINGS.get(key)
     if shardings is not None:
         arrays, structure = tree_flatten(tree)
@@ -352,7 +373,7 @@ def _planned(
     """
     leaves, parts = read_for(tree, layout)
     if axes is not None:
-        leaves = named_arrays(leaves, tree, axes)
+        leaves = _named_arrays(leaves, tree, axes)
     _check_concrete(leaves)
     shaped = leaves
     if values is not None:
@@ -401,3 +422,94 @@ def _check_concrete(leaves: Leaves) -> None:
         raise ShardingError(
             f"shard: {count(len(problems), 'leaf')} cannot be placed on devices", problems
         )
+
+
+# Axes of bare arrays
+
+
+def _named_arrays(leaves: Leaves, tree: Tree, axes: AxesTree) -> Leaves:
+    """Name the axes of bare arrays.
+
+    An error about axes that do not fit their arrays lists all such arrays by path.
+
+    Args:
+        leaves: the leaves of the tree.
+        tree: bare arrays in containers. Modules have annotations instead.
+        axes: the axes of each array, as a prefix tree. One string may cover all arrays below it.
+
+    Raises:
+        RuleError: if the structure of the axes does not match the tree.
+        ShardingError: if the axes differ from an array's annotation.
+        ShardingError: if the number of axes differs from an array's number of dimensions.
+    """
+    given: dict[Keys, Axes] = {}
+    for written, path, _ in aligned(axes, tree, _AXES):
+        if written is not None:
+            given[path] = Axes.of(written)
+    named_leaves, problems = list(leaves.leaves), list[Problem]()
+    for i, leaf in enumerate(leaves.leaves):
+        place = first_beginning(leaf.path, given)
+        if place is None:
+            continue
+        new = given[place]
+        if len(new) != len(leaf.shape) or (leaf.annotated and leaf.axes != new):
+            why = f'its axes are "{leaf.axes}", but `axes=` gives it "{new}"'
+            remedy = "name each dimension, or write `None` for an array with an annotation"
+            problems.append(leaf.problem(why, remedy))
+        named_leaves[i] = leaf._replace(axes=new, annotated=True, misfit=None)
+    if problems:
+        raise ShardingError("the axes do not fit their arrays", problems)
+    return replace(leaves, leaves=tuple(named_leaves))
+
+
+def _is_axes(value: object) -> bool:
+    return value is None or isinstance(value, str | Axes)
+
+
+_AXES = PrefixOf("axes", "string", _is_axes, 'is not a string such as `"batch embed"`')
+
+
+# Batches
+
+# A loop places a new batch in every step, and its batches usually have the same form. Planning each
+# batch would take several times as long as placing it, so shardings are cached by form.
+
+
+def _batch_key(
+    tree: Any, layout: LayoutTree, mesh: MeshLike, axes: AxesTree
+) -> tuple[Any, ...] | None:
+    """Return the structure, types, layout, axes and mesh of a batch: everything it is planned by.
+
+    Return None if the tree must be planned, because it contains a module, a leaf that is not a
+    concrete array, or one array at two paths. It must also be planned if its layout may depend on
+    more than shapes and names, which is possible for a layout function.
+    """
+    if not _is_batch(tree):
+        return None
+    arrays, structure = tree_flatten(tree)
+    layouts, layout_structure = tree_flatten(layout, is_leaf=_is_plain_layout)
+    texts, axes_structure = tree_flatten(axes)
+    if len(set(map(id, arrays))) != len(arrays) or not all(map(_is_plain_layout, layouts)):
+        return None
+    where = current_mesh() if mesh is None else mesh
+    if not isinstance(where, Mesh | None) or not all(isinstance(x, str | Axes) for x in texts):
+        return None  # planning raises an error
+    types = tuple([(x.shape, x.dtype) for x in arrays])
+    return structure, types, tuple(layouts), layout_structure, tuple(texts), axes_structure, where
+
+
+def _is_batch(tree: Any) -> bool:
+    """Return whether a tree has only concrete arrays, in plain containers."""
+    kind = type(tree)
+    if kind is dict:
+        return all(map(_is_batch, tree.values()))
+    if kind is list or kind is tuple:
+        return all(map(_is_batch, tree))
+    return kind is np.ndarray or (is_concrete(tree) and not tree.is_deleted())
+
+
+def _is_plain_layout(layout: Any) -> bool:
+    """Return whether a layout depends only on the names and shapes of arrays."""
+    if isinstance(layout, Composition):
+        return all(map(_is_plain_layout, layout.parts))
+    return isinstance(layout, PartitionSpec | NamedSharding | AxisRules | FSDP)

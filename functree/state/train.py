@@ -16,12 +16,11 @@ from functree.calls.program import around
 from functree.devices.meshes import MeshLike, mesh_view
 from functree.devices.placement import check_deleted, explicit_mesh, is_concrete, mesh_of
 from functree.errors import FunctreeValueError, Problem, StateError, count, listed
-from functree.labels.filters import Filter, FilterLike, as_filter
+from functree.labels.filters import Filter, FilterLike, as_filter, is_trainable
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves, arrays_by_path, read
 from functree.labels.optimizer.followed_parameters import check_optimizer
 from functree.labels.optimizer.stack_treatment import warn_of_stacks
-from functree.labels.predicates import is_trainable
 from functree.layout.layout import LayoutTree
 from functree.layout.plan.notebook import ShownByPlan, current_plan, short_text
 from functree.layout.plan_optimizer import nothing_to_train, plan_optimizer, select_trained

@@ -20,9 +20,8 @@ from functree.calls.output import Output
 from functree.calls.program import Program, make_program, without_jit
 from functree.devices.meshes import NO_MESH, MeshLike, current_mesh, mesh_view, tracing
 from functree.errors import ShardingError
-from functree.labels.filters import FilterLike
+from functree.labels.filters import FilterLike, is_trainable
 from functree.labels.optimizer.followed_parameters import Optimizer
-from functree.labels.predicates import is_trainable
 from functree.layout.decide import plan_tree
 from functree.layout.layout import Layout, LayoutLike, LayoutTree, copied
 from functree.layout.plan.plan import Plan

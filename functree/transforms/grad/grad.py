@@ -32,17 +32,15 @@ from functree.errors import (
     ShardingError,
     count,
 )
-from functree.labels.filters import Filter, FilterLike, as_filter, check_wrt
+from functree.labels.filters import Filter, FilterLike, as_filter, check_wrt, is_trainable
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves, read
-from functree.labels.predicates import is_trainable
 from functree.layout.decide import decide_parts, read_for
 from functree.layout.decision import Decision
 from functree.layout.fsdp import fsdp_axes
 from functree.layout.layout import Layout, LayoutTree, Part, as_partial, own_meshes
 from functree.placing.ambient import ambient_rules
-from functree.placing.batch import axes_of_name
-from functree.placing.constrain import find_mesh, local_view, with_decision
+from functree.placing.constrain import axes_of_name, find_mesh, local_view, with_decision
 from functree.tree.arrays import dtype_text
 
 BACKWARD = "transpose(jvp())"
