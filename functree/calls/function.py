@@ -13,8 +13,7 @@ from jax.core import Tracer
 from functree.calls.call_groups import FlatCall, Traces, traces_of
 from functree.calls.checks import check_call
 from functree.calls.compilations import Compilation, Log, Situation, compile_events
-from functree.calls.program import Program, around, without_jit
-from functree.calls.runtime_checks import raise_failed
+from functree.calls.program import Program, around, raise_failed, without_jit
 from functree.calls.signature import Args, Kwargs, Partial, Record, Signature, wrapper_updates
 from functree.calls.stages import Lowered, StagedCall, Traced
 from functree.calls.static_arguments import check_identity, check_wrapped, with_static

@@ -9,11 +9,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import tree_structure
 
 from functree.argument_checks import TEXTS, check
+from functree.calls.body import Output
 from functree.calls.call_groups import FlatCall
 from functree.calls.checks import check_call, check_donated
 from functree.calls.compilations import Log, Situation, compile_events, differences
 from functree.calls.out_of_memory import compile_for
-from functree.calls.output import Output
 from functree.calls.program import Program, around
 from functree.calls.program_ledger import heard_compiling, ledger_of
 from functree.calls.signature import Args, Kwargs, Signature

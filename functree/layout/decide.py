@@ -166,7 +166,7 @@ def decide(part: Part, leaves: Sequence[Leaf], view: MeshView) -> list[Decision]
     if part.for_arrays is not None and all(map(is_bare, leaves)):
         layout = part.for_arrays
     # The decisions of most layouts do not depend on paths.
-    asking = any(type(inner).asks is not Layout.asks for inner in walk(layout))
+    asking = any(type(inner).asks is not Layout.asks for inner in list(walk(layout)))
     known: dict[Hashable, Decision] = {}
     decided: dict[int, Decision] = {}
     followers: list[int] = []

@@ -246,16 +246,23 @@ def is_optimizer_state(cls: type) -> bool:
     return issubclass(cls, tuple) and cls.__module__.split(".")[0] == "optax"
 
 
-def missing_axes(what: str, mesh_axes: Sequence[str], mesh: MeshView, remedy: str) -> list[Problem]:
-    """Return a problem for each mesh axis that the mesh lacks, even if no leaf uses it."""
+def missing_axes(
+    uses: Iterable[tuple[object, Sequence[str]]], mesh: MeshView, remedy: str
+) -> list[Problem]:
+    """Return a problem for each mesh axis that the mesh lacks, even if no leaf uses it.
+
+    Each use consists of a rule or a layout, which messages format, and its mesh axes.
+    """
     problems: list[Problem] = []
-    for axis in mesh_axes:
-        if axis not in mesh.sizes:
+    for what, axes in uses:
+        for axis in axes:
+            if axis in mesh.sizes:
+                continue
             near = did_you_mean(axis, mesh.sizes)
             why = f"the mesh {mesh} has no axis `{axis}`{near}"
             # The other remedies would leave a misspelled axis unsharded.
             how = "use an axis that the mesh has" if near else remedy
-            problems.append(Problem(None, None, what, why, how))
+            problems.append(Problem(None, None, str(what), why, how))
     return problems
 
 

@@ -471,12 +471,12 @@ def broadcast(prefix: LayoutTree, tree: Any) -> list[Part]:
         RuleError: if the prefix tree contains something that is not a layout.
     """
     return [
-        Part(_written(layout, where_text(path)), path, scope=Scope(len(path)))
+        Part(_written(layout, path), path, scope=Scope(len(path)))
         for layout, path, _ in aligned(prefix, tree, _LAYOUTS)
     ]
 
 
-def _written(layout: LayoutLike, where: str) -> Layout:
+def _written(layout: LayoutLike, path: Path) -> Layout:
     """Return a layout of a prefix tree.
 
     Raises:
@@ -485,7 +485,7 @@ def _written(layout: LayoutLike, where: str) -> Layout:
     try:
         return as_layout(layout)
     except RuleError as error:
-        raise RuleError(f"at {where}: {error}") from error
+        raise RuleError(f"at {where_text(path)}: {error}") from error
 
 
 _LAYOUTS = PrefixOf(

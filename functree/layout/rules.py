@@ -414,11 +414,11 @@ def own_problems(layout: Layout, leaves: Sequence[Leaf], mesh: MeshView) -> Iter
     """
     match layout:
         case AxisRules():
-            for rule in layout.table:
-                yield from missing_axes(f"rule {rule}", rule.mesh_axes, mesh, _MISSING)
+            uses = [(Source(("rule", rule)), rule.mesh_axes) for rule in layout.table]
+            yield from missing_axes(uses, mesh, _MISSING)
         case FSDP():
-            what = repr(layout)
-            yield from missing_axes(what, layout.mesh_axes, mesh, "use an axis that the mesh has")
+            uses = [(layout, layout.mesh_axes)]
+            yield from missing_axes(uses, mesh, "use an axis that the mesh has")
             yield from misspelt_axes(layout, leaves)
 
 

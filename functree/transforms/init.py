@@ -12,11 +12,10 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from functree.argument_checks import FUNCTION, check
-from functree.calls.body import Arguments, Body
+from functree.calls.body import Arguments, Body, Output
 from functree.calls.call_groups import CallGroup, FlatCall, Traces
 from functree.calls.checks import check_mesh
 from functree.calls.function import Function
-from functree.calls.output import Output
 from functree.calls.program import Program, make_program, without_jit
 from functree.devices.meshes import NO_MESH, MeshLike, current_mesh, mesh_view, tracing
 from functree.errors import ShardingError

@@ -22,11 +22,10 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from functree.argument_checks import FUNCTION, TEXTS, Flag, checked
-from functree.calls.body import Arguments, Body
+from functree.calls.body import Arguments, Body, Output
 from functree.calls.call_groups import CallGroup, FlatCall
 from functree.calls.checks import check_mesh
 from functree.calls.function import Function
-from functree.calls.output import Output
 from functree.calls.parameter_layouts import ParameterLayouts
 from functree.calls.program import Program, make_program
 from functree.calls.signature import AnyFunction, Signature

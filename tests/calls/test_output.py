@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import functree as ft
-from functree.calls.output import Output
+from functree.calls.body import Output
 from tests.lib.checks import raises
 from tests.lib.meshes import MESH
 from tests.lib.trees import Leafy

@@ -11,7 +11,7 @@ import pytest
 from jax import Array
 
 import functree as ft
-from functree.calls.runtime_checks import has_checks
+from functree.calls.program import has_checks
 from tests.lib.launch import ended, started
 
 X = jnp.ones(4)

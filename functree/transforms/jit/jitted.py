@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.stages import Traced
 from jax.tree_util import tree_map
 
-from functree.calls.body import Arguments, Body, donated_indices
+from functree.calls.body import Arguments, Body, Output, donated_indices
 from functree.calls.call_groups import FlatCall
 from functree.calls.checks import (
     check_donated,
@@ -26,7 +26,6 @@ from functree.calls.checks import (
     warn_grouped_convolutions,
 )
 from functree.calls.function import Function
-from functree.calls.output import Output
 from functree.calls.parameter_layouts import ParameterLayouts
 from functree.calls.program import Program, Shardings, make_program
 from functree.calls.signature import Args, Kwargs
