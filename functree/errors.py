@@ -347,4 +347,4 @@ def nearest(name: object, known: Iterable[object], most: int, *, cutoff: float =
         most: the maximum number of names in the result.
         cutoff: the minimum similarity, from 0 to 1, where 1 means equal.
     """
-    return difflib.get_close_matches(str(name), [str(k) for k in known], n=most, cutoff=cutoff)
+    return difflib.get_close_matches(str(name), list(map(str, known)), n=most, cutoff=cutoff)

@@ -252,7 +252,7 @@ class CallGroups:
 
     def _with_kinds(self, call: Tree, group: CallGroup, arrays: Sequence[AnyArray]) -> FlatCall:
         """Return a flat call, and remember the classes of its arrays if all are concrete."""
-        kinds = {type(x) for x in arrays}
+        kinds = set(map(type, arrays))
         unlike = (Tracer, jax.ShapeDtypeStruct, np.ndarray, np.generic)
         concrete = not any(issubclass(kind, unlike) for kind in kinds)
         if concrete:

@@ -82,4 +82,4 @@ def _is_installed(file: str) -> bool:
     """Return whether a file belongs to functree, another library or Python."""
     folders = [Path(__file__).parents[1], *map(Path, sysconfig.get_paths().values())]
     # Code compiled from a string has no file.
-    return file.startswith("<") or any(Path(file).is_relative_to(folder) for folder in folders)
+    return file.startswith("<") or any(map(Path(file).is_relative_to, folders))

@@ -1,6 +1,7 @@
 """This module reads, builds and formats specs: a `PartitionSpec` ─► its mesh axes and its text."""
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import jax
 from jax.sharding import AxisType, PartitionSpec
@@ -46,6 +47,14 @@ def without(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
 def of_rank(spec: PartitionSpec, ndim: int) -> PartitionSpec:
     """Return a spec with one entry for each dimension."""
     return PartitionSpec(*spec.partitions, *[None] * (ndim - len(spec.partitions)))
+
+
+def parts_over(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
+    """Return the number of shards that mesh axes divide an array into.
+
+    A mesh axis without a size is ignored. If a mesh lacks it, this is reported separately.
+    """
+    return math.prod([sizes.get(axis, 1) for axis in axes])
 
 
 def typed_spec(array: AnyArray) -> PartitionSpec | None:

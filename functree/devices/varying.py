@@ -93,7 +93,7 @@ def without_varying(fun: Callable[..., _T]) -> Callable[..., _T]:
     """
 
     def run(*arguments: object) -> _T:
-        found = [varying_axes(x) for x in jax.tree.leaves(arguments)]
+        found = map(varying_axes, jax.tree.leaves(arguments))
         axes = tuple(sorted(frozenset().union(*found)))
         if not axes:
             return fun(*arguments)

@@ -3,7 +3,6 @@
 A `Variant` is a traced program whose constraints and shardings can be changed.
 """
 
-import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -23,7 +22,15 @@ from functree.compiled.shardy import ARGUMENT, CONSTRAINT
 from functree.compiled.sources import lines_of
 from functree.compiled.verdicts import COMPILER
 from functree.devices.placement import first_mesh, is_sharded_as
-from functree.devices.specs import entry, mesh_axes, named_axes, of_rank, spec_text, without
+from functree.devices.specs import (
+    entry,
+    mesh_axes,
+    named_axes,
+    of_rank,
+    parts_over,
+    spec_text,
+    without,
+)
 from functree.errors import FunctreeError, FunctreeWarning
 from functree.labels.leaves import read
 from functree.layout.layout import as_layout, is_layout, walk
@@ -311,7 +318,7 @@ class Edits:
             old_axes = mesh_axes(spec.partitions[dim])
             wanted = [(), *((axis,) for axis in used), *((*old_axes, axis) for axis in used)]
             for axes in dict.fromkeys(wanted):
-                if len(set(axes)) < len(axes) or size % math.prod(sizes[axis] for axis in axes):
+                if len(set(axes)) < len(axes) or size % parts_over(axes, sizes):
                     continue
                 entries = list(without(spec, set(axes) - set(old_axes)).partitions)
                 entries[dim] = entry(axes)

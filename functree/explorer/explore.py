@@ -29,6 +29,7 @@ from functree.explorer.step import Step
 from functree.layout.fsdp import FSDP
 from functree.layout.layout import Layout, LayoutTree, SpecLayout, as_layout, is_layout, walk
 from functree.layout.plan.plan import Plan
+from functree.layout.plan.text import per_device
 from functree.layout.rules import AxisRules
 from functree.report.table import bytes_text
 from functree.tree.arrays import Tree, array_text
@@ -336,7 +337,7 @@ def _too_large(plan: Plan, kind: Kind) -> tuple[Problem, ...]:
     Arrays without a spec are left out, since the compiler may shard them.
     """
     rows = [row for row in plan.rows if row.memory_kind is None and row.spec is not None]
-    needed = sum(row.bytes_per_device for row in rows)
+    needed = per_device(rows)
     if needed <= kind.hardware.memory:
         return ()
     problems = [Problem(None, None, "", _excess("the arguments take", needed, kind), SMALLER)]

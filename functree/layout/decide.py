@@ -25,7 +25,7 @@ from functree.devices.meshes import (
     compared_text,
     mesh_view,
 )
-from functree.devices.specs import spec_text
+from functree.devices.specs import parts_over, spec_text
 from functree.errors import Problem, RuleError, ShardingError, warn
 from functree.labels.filters import Filter, first_name
 from functree.labels.leaf import FollowedLeaf, Leaf, is_bare, is_in_module
@@ -39,7 +39,6 @@ from functree.layout.decision import (
     leaf_problems,
     local_shape,
     near_misses,
-    parts_over,
     refuse,
 )
 from functree.layout.layout import (
@@ -503,7 +502,7 @@ def _rows(leaves: Sequence[Leaf], decisions: Sequence[Decision], view: MeshView)
 def _row(leaf: Leaf, decision: Decision, view: MeshView) -> Row:
     """Return the row of a leaf that is sharded according to a decision."""
     local = local_shape(leaf.shape, decision.mesh_axes, view)
-    parts = parts_over(chain.from_iterable(decision.mesh_axes), view)
+    parts = parts_over(chain.from_iterable(decision.mesh_axes), view.sizes)
     spec = decision.spec if decision.specified else None
     copies = max(1, view.devices // parts)
     row = row_of(leaf, spec, decision.reason, local, copies, decision.memory_kind)

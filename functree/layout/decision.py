@@ -4,7 +4,6 @@ A leaf ─► a `Decision`. This module also finds the problems of a leaf, and m
 lists a tree's problems.
 """
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import IntEnum
 from itertools import chain
@@ -13,7 +12,7 @@ from typing import NamedTuple
 from jax.sharding import PartitionSpec
 
 from functree.devices.meshes import MeshView
-from functree.devices.specs import axes_text, entry, invalid_entry, mesh_axes, spec_text
+from functree.devices.specs import axes_text, entry, invalid_entry, mesh_axes, parts_over, spec_text
 from functree.errors import (
     Problem,
     ShardingError,
@@ -386,7 +385,7 @@ def _dimension_faults(
     # If a mesh axis does not exist, the number of shards is unknown.
     if missing:
         return faults
-    parts = parts_over(axes, mesh)
+    parts = parts_over(axes, mesh.sizes)
     if leaf.shape[dim] % parts:
         faults.append(_indivisible(leaf, dim, axes, parts, source))
     return faults
@@ -416,21 +415,13 @@ def _indivisible(
     return why, f'{pad}, or leave every "{name}" unsharded {whole}'
 
 
-def parts_over(mesh_axes: Iterable[str], mesh: MeshView) -> int:
-    """Return the number of shards that mesh axes divide an array into.
-
-    A mesh axis that the mesh lacks is ignored, since its absence is reported separately.
-    """
-    return math.prod(mesh.sizes.get(axis, 1) for axis in mesh_axes)
-
-
 def local_shape(
     shape: Sequence[int], mesh_axes: Sequence[Sequence[str]], mesh: MeshView
 ) -> tuple[int, ...]:
     """Return the shape of the shard on one device."""
     sizes: list[int] = []
     for size, axes in zip(shape, mesh_axes, strict=True):
-        parts = parts_over(axes, mesh)
+        parts = parts_over(axes, mesh.sizes)
         # Sizes are rounded up: with `check=False`, a plan may have sizes that the mesh axes do
         # not divide.
         sizes.append(-(-size // parts))

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from functree.argument_checks import EXTENT, is_name
 from functree.devices.meshes import MeshView
-from functree.devices.specs import axes_text, spec_text
+from functree.devices.specs import axes_text, parts_over, spec_text
 from functree.errors import Problem, RuleError, near_name
 from functree.labels.leaf import Leaf
 from functree.layout.decision import (
@@ -18,7 +18,6 @@ from functree.layout.decision import (
     Named,
     Source,
     apply_spec,
-    parts_over,
     present_axes,
     undecided,
 )
@@ -119,7 +118,7 @@ class FSDP(Layout):
         stays = self._stays(leaf, start, free)
         if stays:
             return start.because(f"FSDP: {stays}")
-        parts = parts_over(self.mesh_axes, mesh)
+        parts = parts_over(self.mesh_axes, mesh.sizes)
         fitting = [dim for dim in free if leaf.shape[dim] % parts == 0]
         if not fitting:
             return self._unfit(leaf, start, free, parts)

@@ -266,7 +266,7 @@ def specs_of(arrays: Sequence[Array], names: Sequence[str]) -> list[PartitionSpe
                 return None
         # The sequence is omitted here: all other dimensions take precedence, whatever the order of
         # the rules.
-        others = [_without_sequence(text) for text in names]
+        others = list(map(_without_sequence, names))
         own = [tuple(spec(text)) for text in others]
         for x, text, entries in zip(arrays, others, own, strict=True):
             _check_fits(x, text, entries)

@@ -87,7 +87,7 @@ class ConfigReader:
     def only(self, name: str, value: Any, *others: Any) -> None:
         """Accept only the given values for a field; the first value is the default."""
         # Values are compared as JSON: `True` equals 1 in Python, but not in JSON.
-        texts = [json.dumps(allowed) for allowed in (value, *others)]
+        texts = list(map(json.dumps, (value, *others)))
         self(name, " or ".join(texts), lambda given: json.dumps(given) in texts, value)
 
     def unread_problems(self) -> list[Problem]:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Shaped
 
 from functree.argument_checks import FUNCTION, check
 from functree.devices.meshes import agreed_mesh, mesh_view
-from functree.devices.specs import mesh_axes, of_rank, typed_spec
+from functree.devices.specs import mesh_axes, of_rank, parts_over, typed_spec
 from functree.errors import FunctreeTypeError, Problem, ShardingError, count
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves, read
@@ -81,7 +81,7 @@ class Exchange:
             entries.append(tuple(axis for axis in mesh_axes(dim_entry) if sizes[axis] > 1))
         stack: list[int] = []
         for size, axes in zip(shape[:stacked], entries[:stacked], strict=True):
-            stack.append(size // _product(sizes, axes))
+            stack.append(size // parts_over(axes, sizes))
         sharding = sum(entries[stacked:], ())
         # Mesh axes that shard the stack's leading dimensions already spread the layers.
         of_stack = sum(entries[:stacked], ())
@@ -137,7 +137,7 @@ class Exchange:
     @property
     def _devices(self) -> int:
         """The number of devices over which the layers are spread."""
-        return _product(self.sizes, (*self.sliced, *self.exchanged))
+        return parts_over((*self.sliced, *self.exchanged), self.sizes)
 
     def whole(self, shards: Sequence[Shaped[Array, "..."]]) -> Shaped[Array, "own ..."]:
         """Turn this device's shards of each stack into its own whole layers."""
@@ -168,10 +168,10 @@ class Exchange:
                 places[axis] = len(split)
                 split.append(self.sizes[axis])
             kept.append(len(split))
-            split.append(size // _product(self.sizes, axes))
+            split.append(size // parts_over(axes, self.sizes))
         x = x.reshape(split).transpose(*(places[axis] for axis in counted), 0, *kept)
         shard = x.shape[len(counted) + 1 :]
-        x = x.reshape(_product(self.sizes, self.gathered), -1, self.own, *shard)
+        x = x.reshape(parts_over(self.gathered, self.sizes), -1, self.own, *shard)
         x = jax.lax.dynamic_index_in_dim(x, _index(self.gathered), keepdims=False)
         if self.exchanged:
             x = jax.lax.all_to_all(x, self.exchanged, split_axis=0, concat_axis=0)
@@ -187,7 +187,7 @@ class Exchange:
         layers *= 1 + -(-missing // self.layers)
         x = layers[0] if len(layers) == 1 else jnp.concatenate(layers)
         x = x[: self.layers + missing]
-        size = x.shape[0] // _product(self.sizes, self.sliced)
+        size = x.shape[0] // parts_over(self.sliced, self.sizes)
         return jax.lax.dynamic_slice_in_dim(x, _index(self.sliced) * size, size)
 
     def _given(self, x: Array) -> list[Array]:
@@ -201,11 +201,6 @@ class Exchange:
             arrays.append(x[start:end].reshape(*stack, *x.shape[1:]))
             start = end
         return arrays
-
-
-def _product(sizes: Mapping[str, int], axes: _Axes) -> int:
-    """Return the number of devices along mesh axes."""
-    return math.prod(sizes[axis] for axis in axes)
 
 
 def _index(axes: _Axes) -> Any:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from functree.devices.specs import parts_over
 from functree.errors import count
 from functree.report.table import bytes_text, grouped
 
@@ -373,7 +374,7 @@ class Pictures:
         copies = [axis for axis in names if axis not in (*down, *across)]
         devices = np.arange(math.prod(self._sizes.values())).reshape(list(self._sizes.values()))
         devices = devices.transpose(list(map(names.index, (*down, *across, *copies))))
-        return devices.reshape(_parts(down, self._sizes), _parts(across, self._sizes), -1)
+        return devices.reshape(parts_over(down, self._sizes), parts_over(across, self._sizes), -1)
 
     def _fill(self, devices: np.ndarray) -> str:
         if len(devices) == 1:
@@ -420,10 +421,6 @@ def _drawn(shape: Sequence[int], cuts: Sequence[tuple[str, ...]]) -> tuple[list[
     return chosen[:1], chosen[1:]
 
 
-def _parts(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
-    return math.prod(sizes.get(axis, 1) for axis in axes)
-
-
 def _rect(x: float, y: float, width: float, height: float) -> str:
     """Return the attributes of a rectangle."""
     return f'x="{x:.4g}" y="{y:.4g}" width="{width:.4g}" height="{height:.4g}"'
@@ -435,4 +432,4 @@ def _title(blocks: int, cuts: Sequence[tuple[str, ...]], sizes: Mapping[str, int
     if not copies:
         return f"{blocks} blocks, one on each device"
     what = "whole array on each of" if blocks == 1 else f"{blocks} blocks, each on"
-    return f"{what} {_parts(copies, sizes)} devices: copies over {', '.join(copies)}"
+    return f"{what} {parts_over(copies, sizes)} devices: copies over {', '.join(copies)}"

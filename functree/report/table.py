@@ -111,7 +111,7 @@ def but_for_key(paths: Sequence[Path], from_end: int) -> Hashable:
     """
     if len(paths[0]) < from_end:
         return None
-    keys = [frozenset(keys) for keys in zip(*paths, strict=True)]
+    keys = list(map(frozenset, zip(*paths, strict=True)))
     if any(isinstance(key, int) for key in keys.pop(-from_end)):
         return None
     return from_end, *keys
@@ -126,7 +126,7 @@ def common_parts(paths: Sequence[Path]) -> list[str]:
     """Return the parts of a common path: `blocks`, `{0-10,12}`, `w`."""
     # If several keys differ, `{0-1}.{0-1}` is exact only if the paths are all combinations, which
     # the caller must ensure.
-    return [alternatives(keys) for keys in zip(*paths, strict=True)]
+    return list(map(alternatives, zip(*paths, strict=True)))
 
 
 def alternatives(keys: Sequence[object]) -> str:

@@ -241,7 +241,7 @@ class Selection(Generic[T]):
         check("apply: invalid arguments", fn=(fn, FUNCTION), with_path=(with_path, FLAG))
         if with_path:
             return self._changed([fn(path, part) for path, part in self._parts()])
-        return self._changed([fn(part) for part in self])
+        return self._changed(list(map(fn, self)))
 
     def insert_after(self, value: Any) -> T:
         """Insert a value after each selected element of a list or tuple, and return the tree.
@@ -355,7 +355,7 @@ class Selection(Generic[T]):
 
         # The deepest paths come first, because a removal changes the indices in longer paths.
         tree = self._tree
-        for depth in sorted({len(path) for path in keys}, reverse=True):
+        for depth in sorted(set(map(len, keys)), reverse=True):
             here = [path for path in keys if len(path) == depth]
             changed: dict[Keys, Tree] = {}
             for path, node in zip(here, nodes_at(tree, here), strict=True):

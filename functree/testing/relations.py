@@ -1,7 +1,6 @@
 """`relate` finds how the parts of a value on a mesh relate to the value on one device."""
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -10,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from functree.devices.specs import axes_text, entry, spec_text
+from functree.devices.specs import axes_text, entry, parts_over, spec_text
 
 Assignment = tuple[tuple[str, ...], ...]
 """The mesh axes that shard each dimension of an array."""
@@ -113,11 +112,11 @@ def _terms(
     free = [axis for axis in axes if axis not in used and axes[axis] > 1]
     for number in range(1, len(free) + 1):
         for over in itertools.combinations(free, number):
-            dims = tuple(list(axes).index(axis) for axis in over)
+            dims = tuple(map(list(axes).index, over))
             total = np.broadcast_to(parts.sum(dims, keepdims=True, dtype=parts.dtype), parts.shape)
             if agree(expected, total, 4 * margin):
                 return Relation(Kind.PARTIAL, assignment, over)
-            mean = total / math.prod(axes[axis] for axis in over)
+            mean = total / parts_over(over, axes)
             if np.issubdtype(parts.dtype, np.inexact) and agree(expected, mean, 4 * margin):
                 return Relation(Kind.MEAN, assignment, over)
     return None
@@ -131,7 +130,7 @@ def assignments(tiles: Sequence[int], axes: Mapping[str, int]) -> Iterator[Assig
     first, rest = tiles[0], tiles[1:]
     for number in range(len(axes) + 1 if first > 1 else 1):
         for chosen in itertools.permutations(axes, number):
-            if math.prod(axes[axis] for axis in chosen) != first:
+            if parts_over(chosen, axes) != first:
                 continue
             left = {axis: size for axis, size in axes.items() if axis not in chosen}
             for others in assignments(rest, left):

@@ -80,7 +80,7 @@ class Path(tuple[Any, ...]):
     @classmethod
     def of(cls, key_path: Iterable[Any]) -> Self:
         """Convert a JAX key path, such as `jax.tree_util.tree_flatten_with_path` returns."""
-        return cls(plain_key(key) for key in key_path)
+        return cls(map(plain_key, key_path))
 
     def __str__(self) -> str:
         return ".".join(map(part_text, self))

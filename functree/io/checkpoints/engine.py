@@ -75,7 +75,7 @@ def start_saving(folder: Path, arrays: Mapping[str, StoredArray]) -> Response:
         response: Response = orbax.save_async(folder, dict(arrays))
     if jax.process_count() > 1:
         # Ended saves are dropped, since they would keep copies of arrays alive.
-        _SAVES[:] = [one for one in _SAVES if _is_running(one)]
+        _SAVES[:] = filter(_is_running, _SAVES)
         _SAVES.append(response)
         _watch()
     return response

@@ -66,7 +66,7 @@ class Checkpoint:
         return len(self.rows)
 
     def __str__(self) -> str:
-        rows = [_plan_row(row) for row in self.rows]
+        rows = list(map(_plan_row, self.rows))
         return plan_text(rows, self._notes(), column="bytes")
 
     def __repr__(self) -> str:

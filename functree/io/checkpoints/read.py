@@ -409,7 +409,7 @@ def _matched(
         remedy = "correct the filter, or leave it out"
         raise CheckpointError(
             f"only={only!r}: no array in {folder} or `like` matches "
-            f"{listed([repr(part) for part in lost])}{meant(lost[0], both)}",
+            f"{listed(list(map(repr, lost)))}{meant(lost[0], both)}",
             [leaf.problem("does not match", remedy) for leaf in both],
         )
     return matched

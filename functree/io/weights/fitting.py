@@ -144,7 +144,7 @@ class TensorForm(NamedTuple):
             first = self.part.first * (tensor.shape[self.cut] // self.part.of)
             stored[self.cut] = slice(first + of_part.start, first + of_part.stop)
         block = tensor.read(stored).transpose(self.order).reshape(shape)[tuple(inner)]
-        return block.reshape([len(indices) for indices in taken])
+        return block.reshape(list(map(len, taken)))
 
 
 class Terms(NamedTuple):

@@ -80,7 +80,7 @@ def save_weights(folder: Annotated[str | FilePath, LOCAL_FOLDER], model: Model) 
     # All checks run before the first file is created.
     with Agreement(failure) as agreement:
         safetensors = import_extra("safetensors.numpy", "weights")
-        problems = [not_saveable(leaf) for leaf in leaves]
+        problems = map(not_saveable, leaves)
         if found := [problem for problem in problems if problem is not None]:
             raise FunctreeValueError(failure, found)
         family = family_of_model(model)

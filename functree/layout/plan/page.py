@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from functree.devices.meshes import MeshView
-from functree.layout.plan.text import Group, Row, axes_of, groups_of, saved_by_sharding
+from functree.layout.plan.text import Group, Row, axes_of, groups_of, per_device, saved_by_sharding
 from functree.report.page import (
     Card,
     Pictures,
@@ -80,7 +80,7 @@ class PlanPage(NamedTuple):
 
     def _each(self) -> int:
         """Return the bytes on one device."""
-        return sum(row.bytes_per_device for row in self.rows)
+        return per_device(self.rows)
 
     def _device(self, device: int) -> str:
         sizes = tuple(self.sizes.values())

@@ -30,6 +30,7 @@ from functree.layout.plan.text import (
     AxisSizes,
     Row,
     axis_sizes,
+    per_device,
     plan_text,
     replicated,
     rows_by_path,
@@ -156,7 +157,7 @@ class Plan(Layout):
     @property
     def bytes_per_device(self) -> int:
         """The bytes on one device, including host memory."""
-        return sum(row.bytes_per_device for row in self.rows)
+        return per_device(self.rows)
 
     @property
     def axis_sizes(self) -> AxisSizes:

@@ -94,6 +94,11 @@ def rows_by_path(rows: Iterable[Row]) -> dict[Path, Row]:
     return {row.path: row for row in rows}
 
 
+def per_device(rows: Iterable[Row]) -> int:
+    """Return the bytes of some rows on one device."""
+    return sum([row.bytes_per_device for row in rows])
+
+
 def saved_by_sharding(row: Row) -> int:
     """Return the bytes per device that sharding would save if only one device held each byte."""
     return row.bytes_per_device - row.bytes_per_device // max(row.copies, 1)
@@ -123,7 +128,7 @@ def axes_of(row: Row) -> list[tuple[str, ...]]:
     spec = PartitionSpec() if row.spec is None else row.spec
     # In a plan with problems, a spec may have more entries than the array has dimensions.
     entries = of_rank(spec, len(row.shape)).partitions
-    return [mesh_axes(entry) for entry in entries[: len(row.shape)]]
+    return list(map(mesh_axes, entries[: len(row.shape)]))
 
 
 # The table
@@ -175,7 +180,7 @@ class Group(NamedTuple):
     @property
     def per_device(self) -> int:
         """The bytes of all rows on one device."""
-        return sum(row.bytes_per_device for row in self.rows)
+        return per_device(self.rows)
 
 
 def groups_of(rows: Sequence[Row]) -> list[Group]:
@@ -274,7 +279,7 @@ def replicated(rows: Sequence[Row], sizes: Mapping[str, int]) -> list[str]:
     texts: dict[str, int] = {}
     for axes, alike in by_axes.items():
         saved = sum(map(saved_by_sharding, alike))
-        size = bytes_text(sum(row.bytes_per_device for row in alike))
+        size = bytes_text(per_device(alike))
         largest = max(groups_of(alike), key=lambda group: group.rows[0].bytes_per_device)
         text = f"replicated over {', '.join(axes)}: {count(len(alike), 'array')}, {size} per device"
         text += f"; sharding would save {bytes_text(saved)} (largest: {largest.title})"
