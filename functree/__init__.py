@@ -66,11 +66,11 @@ from functree.layout.state_sharding import StateSharding as StateSharding
 from functree.optimizers.layerwise import layerwise as layerwise
 from functree.optimizers.muon import muon as muon
 from functree.optimizers.whole_matrices import on_whole_matrices as on_whole_matrices
-from functree.placing.ambient import axis_rules as axis_rules
-from functree.placing.ambient import spec as spec
 from functree.placing.constrain import AxisShards as AxisShards
+from functree.placing.constrain import axis_rules as axis_rules
 from functree.placing.constrain import axis_shards as axis_shards
 from functree.placing.constrain import constrain as constrain
+from functree.placing.constrain import spec as spec
 from functree.placing.copy import copy as copy
 from functree.placing.shard import shard as shard
 from functree.processes.check_processes import check_processes as check_processes

@@ -20,7 +20,7 @@ from functree.calls.static_arguments import check_identity, check_wrapped, with_
 from functree.devices.meshes import tracing
 from functree.devices.placement import is_deleted, refuse_deleted
 from functree.layout.layout import Layout
-from functree.placing.ambient import ambient_rules
+from functree.placing.constrain import ambient_rules
 from functree.tree.arrays import AnyArray, Tree
 
 _P = ParamSpec("_P")

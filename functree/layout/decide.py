@@ -56,7 +56,6 @@ from functree.layout.plan.text import Row, row_of
 from functree.layout.rules import mentioned_axes, own_problems
 from functree.layout.state_sharding import (
     StateSharding,
-    reached,
     two_readings,
     unused_filters,
     used_filters,
@@ -100,7 +99,7 @@ class Group:
     @cached_property
     def reached(self) -> Sequence[Layout]:
         """The layout, and the layouts in it that made decisions."""
-        return list(reached(self.part.layout, self.decisions))
+        return list(self.part.layout.reached(self.decisions))
 
     @cached_property
     def mentioned(self) -> Collection[str]:
@@ -447,7 +446,7 @@ def read_for(tree: Any, layout: LayoutTree) -> tuple[Leaves, list[Part]]:
     """Return the leaves of a tree, with the names that a layout gives, and the layout's parts."""
     parts = broadcast(layout, tree)
     hints = {part.path: part.layout.hint for part in parts if part.layout.hint is not None}
-    return read(tree, merge_names(part.layout for part in parts), hints), parts
+    return read(tree, merge_names([part.layout for part in parts]), hints), parts
 
 
 def plan_leaves(
@@ -501,7 +500,7 @@ def _rows(leaves: Sequence[Leaf], decisions: Sequence[Decision], view: MeshView)
 
 def _row(leaf: Leaf, decision: Decision, view: MeshView) -> Row:
     """Return the row of a leaf that is sharded according to a decision."""
-    local = local_shape(leaf.shape, decision.mesh_axes, view)
+    local = local_shape(leaf.value.shape, decision.mesh_axes, view)
     parts = parts_over(chain.from_iterable(decision.mesh_axes), view.sizes)
     spec = decision.spec if decision.specified else None
     copies = max(1, view.devices // parts)

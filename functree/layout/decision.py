@@ -150,7 +150,7 @@ def reasons_text(reasons: Iterable[Iterable[object]]) -> str:
 
 def whole(leaf: Leaf) -> Decision:
     """Return a decision in which all dimensions are unsharded and no name is mentioned."""
-    return Decision((WHOLE,) * len(leaf.shape))
+    return Decision((WHOLE,) * len(leaf.value.shape))
 
 
 def undecided(leaf: Leaf) -> Decision:
@@ -386,7 +386,7 @@ def _dimension_faults(
     if missing:
         return faults
     parts = parts_over(axes, mesh.sizes)
-    if leaf.shape[dim] % parts:
+    if leaf.value.shape[dim] % parts:
         faults.append(_indivisible(leaf, dim, axes, parts, source))
     return faults
 

@@ -5,7 +5,7 @@ each layout of a prefix tree with the path of its subtree.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from functree.layout.decision import (
     whole,
 )
 from functree.tree.axes import Names, dict_text
-from functree.tree.paths import Path
+from functree.tree.paths import ROOT, Path
 from functree.tree.prefix import PrefixOf, aligned, where_text
 
 
@@ -76,6 +76,12 @@ class Layout:
         For example, a layout with the filter `opt_state.**` claims the optimizer's state.
         """
         return any(layout.claims(leaf) for layout in self.inner)
+
+    def reached(self, decisions: Collection[Decision]) -> "Iterator[Layout]":
+        """Yield the layout and its inner layouts, but not those that a filter chose for no leaf."""
+        yield self
+        for layout in self.inner:
+            yield from layout.reached(decisions)
 
     @property
     def rules(self) -> "Layout | None":
@@ -470,6 +476,8 @@ def broadcast(prefix: LayoutTree, tree: Any) -> list[Part]:
         RuleError: if the structure of the prefix tree does not fit the tree.
         RuleError: if the prefix tree contains something that is not a layout.
     """
+    if is_layout(prefix):
+        return [Part(_written(prefix, ROOT), ROOT)]
     return [
         Part(_written(layout, path), path, scope=Scope(len(path)))
         for layout, path, _ in aligned(prefix, tree, _LAYOUTS)

@@ -34,7 +34,7 @@ from functree.layout.fsdp import FSDP, fsdp_axes, misspelt_axes
 from functree.layout.layout import Composition, Layout, pairs_text, walk, written_pairs
 from functree.tree.arrays import AnyArray
 from functree.tree.axes import Axes, Names, dict_text, is_axis_name
-from functree.tree.paths import Path
+from functree.tree.paths import ROOT
 
 
 class Rule(NamedTuple):
@@ -193,11 +193,10 @@ class AxisRules(Layout):
                 dimensions[dim] = dimensions[dim]._replace(named=Named.DECIDED, blocked=None)
             else:
                 dimensions[dim] = self._named(leaf, name, dimensions[dim], owner)
-        decision = start._replace(dimensions=tuple(dimensions), faults=tuple(faults))
-        parts = _reason(leaf, start, applied, self.closed)
-        if not parts:
-            return decision
-        return decision.because(*parts)
+        reasons, parts = start.reasons, _reason(leaf, start, applied, self.closed)
+        if parts:
+            reasons = (*reasons, parts)
+        return start._replace(dimensions=tuple(dimensions), faults=tuple(faults), reasons=reasons)
 
     def _named(
         self, leaf: Leaf, name: str, dimension: Dimension, owner: Mapping[str, int]
@@ -472,7 +471,7 @@ def _heard(layout: Layout) -> Iterator[Layout]:
 
 def activation(axes: Axes, value: AnyArray) -> Leaf:
     """Return a leaf for an array that is in no tree."""
-    return Leaf(Path(), value, axes, annotated=True)
+    return Leaf(ROOT, value, axes, annotated=True)
 
 
 def spec_of_axes(

@@ -201,6 +201,11 @@ class StateSharding(Layout):
             choices=(*kept.choices, *inner, (self._key, choice)),
         )
 
+    def reached(self, decisions: Collection[Decision]) -> Iterator[Layout]:
+        yield self
+        for choice in sorted(used_filters(self, decisions)):
+            yield from self._layouts[choice].reached(decisions)
+
     def _unmatched(self) -> Fault:
         """Return the fault of a leaf that no filter matches."""
         why = "no filter matches this leaf, since there are no filters"
@@ -386,13 +391,3 @@ def with_tables(layout: Layout, change: Callable[[AxisRules], AxisRules]) -> Lay
             pairs = zip(layout.filters, layouts, strict=True)
             return StateSharding(pairs, unused=layout.unused)
     return layout
-
-
-def reached(layout: Layout, decisions: Collection[Decision]) -> Iterator[Layout]:
-    """Yield a layout and the layouts in it, except layouts whose filter chose them for no leaf."""
-    yield layout
-    inner: Sequence[Layout] = layout.inner
-    if isinstance(layout, StateSharding):
-        inner = [inner[i] for i in sorted(used_filters(layout, decisions))]
-    for part in inner:
-        yield from reached(part, decisions)

@@ -28,8 +28,7 @@ from functree.devices.specs import Entry, entry, mesh_axes, named_axes, of_rank,
 from functree.devices.varying import unchecked, without_varying
 from functree.layout.rules import AxisRules, with_rule
 from functree.layout.state_sharding import with_tables
-from functree.placing.ambient import ambient_rules, axis_rules, has_axis_rules, spec
-from functree.placing.constrain import constrain
+from functree.placing.constrain import ambient_rules, axis_rules, constrain, has_axis_rules, spec
 
 T = TypeVar("T")
 

@@ -44,7 +44,7 @@ from functree.nn.transformer import (
     logits_of,
 )
 from functree.nn.weights import accumulator, as_int32
-from functree.placing.ambient import has_axis_rules, spec
+from functree.placing.constrain import has_axis_rules, spec
 from functree.transforms.compiled_once import compiled_once
 from functree.tree.arrays import Tree
 

@@ -18,7 +18,7 @@ from functree.nn.weights import (
     rows_on_shards,
     small_normal,
 )
-from functree.placing.ambient import has_axis_rules, spec
+from functree.placing.constrain import has_axis_rules, spec
 
 _TOKENS = Takes("an array of integers", is_integers)
 

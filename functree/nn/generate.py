@@ -38,8 +38,7 @@ from functree.nn.cache import Cache, LayersCache
 from functree.nn.config import sizes_of
 from functree.nn.transformer import Model, Transformer, integers
 from functree.nn.weights import as_int32
-from functree.placing.ambient import has_axis_rules
-from functree.placing.constrain import axis_shards
+from functree.placing.constrain import axis_shards, has_axis_rules
 from functree.transforms.jit.jit import jit
 
 _PROMPTS = Takes(

@@ -11,8 +11,7 @@ from jaxtyping import PRNGKeyArray
 from functree.argument_checks import FUNCTION, ITERABLE, check
 from functree.errors import FunctreeTypeError
 from functree.layout.layout import Layout, LayoutLike, as_layout
-from functree.placing.ambient import has_axis_rules
-from functree.placing.constrain import constrain
+from functree.placing.constrain import constrain, has_axis_rules
 from functree.state.state import STATE, State, refs
 from functree.transforms.jit.jit import jit
 from functree.tree.axes import Axes

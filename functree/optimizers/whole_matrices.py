@@ -24,8 +24,7 @@ from functree.labels.leaves import Leaves, read
 from functree.labels.optimizer.layers import stack_sizes
 from functree.layout.decide import decide_parts, read_for
 from functree.layout.layout import LayoutTree, as_partial, own_meshes
-from functree.placing.ambient import ambient_rules
-from functree.placing.constrain import find_mesh, local_view
+from functree.placing.constrain import ambient_rules, find_mesh, local_view
 from functree.transforms.accumulate.accumulate import NAMES, check_axes, names
 from functree.tree.arrays import AnyArray, Tree, value_text
 from functree.tree.paths import Path

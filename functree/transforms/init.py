@@ -25,7 +25,7 @@ from functree.layout.decide import plan_tree
 from functree.layout.layout import Layout, LayoutLike, LayoutTree, copied
 from functree.layout.plan.plan import Plan
 from functree.layout.plan_optimizer import plan_state
-from functree.placing.ambient import ambient_rules, axis_rules
+from functree.placing.constrain import ambient_rules, axis_rules
 from functree.placing.shard import shard
 from functree.processes.agreement import Agreement, Facts
 from functree.processes.check_processes import facts_of, settings

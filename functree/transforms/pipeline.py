@@ -23,8 +23,7 @@ from functree.devices.varying import varying_over, without_varying
 from functree.errors import FunctreeValueError, Problem, count
 from functree.labels.leaf import array_problem
 from functree.layout.rules import AxisRules
-from functree.placing.ambient import ambient_rules, axis_rules, has_axis_rules
-from functree.placing.constrain import axis_shards
+from functree.placing.constrain import ambient_rules, axis_rules, axis_shards, has_axis_rules
 from functree.tree.arrays import AnyArray, Tree, is_array
 from functree.tree.paths import Path
 

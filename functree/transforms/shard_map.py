@@ -55,7 +55,7 @@ from functree.layout.layout import (
     as_partial,
     copied,
 )
-from functree.placing.ambient import axis_rules
+from functree.placing.constrain import axis_rules
 from functree.transforms.typed import Sizes, check_sizes
 from functree.tree.arrays import AnyArray
 

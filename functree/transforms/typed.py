@@ -20,8 +20,7 @@ from functree.labels.annotations.hints import UNREADABLE, ArrayForm, Dim, dtype_
 from functree.labels.leaf import Leaf, is_in_module
 from functree.labels.leaves import Leaves, read
 from functree.layout.rules import spec_of_axes
-from functree.placing.ambient import ambient_rules
-from functree.placing.constrain import constrain
+from functree.placing.constrain import ambient_rules, constrain
 from functree.tree.arrays import Tree, array_text
 from functree.tree.paths import Path
 

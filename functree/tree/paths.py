@@ -92,6 +92,9 @@ class Path(tuple[Any, ...]):
         return Path((*self, key))
 
 
+ROOT = Path()
+
+
 def first_beginning(path: Keys, paths: Container[Keys]) -> Path | None:
     """Return the shortest prefix of a path that a collection of paths contains, or None.
 

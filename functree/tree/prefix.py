@@ -6,9 +6,7 @@ from typing import NamedTuple
 from functree.errors import MAX_PATHS, RuleError, listed
 from functree.tree.arrays import Tree
 from functree.tree.nodes import children
-from functree.tree.paths import Key, Path
-
-_ROOT = Path()
+from functree.tree.paths import ROOT, Key, Path
 
 
 class PrefixOf(NamedTuple):
@@ -32,7 +30,7 @@ class PrefixOf(NamedTuple):
 
 
 def aligned(
-    prefix: Tree, tree: Tree, of: PrefixOf, path: Path = _ROOT
+    prefix: Tree, tree: Tree, of: PrefixOf, path: Path = ROOT
 ) -> Iterator[tuple[Tree, Path, Tree]]:
     """Yield each value of a prefix tree with the path of its subtree, and the subtree itself.
 

@@ -23,7 +23,7 @@ from functree.nn.activations import activation, inputs
 from functree.nn.embedding import lookup
 from functree.nn.rope import rope
 from functree.nn.weights import rows
-from functree.placing.ambient import axis_rules
+from functree.placing.constrain import axis_rules
 from functree.state.train import TrainState, apply_gradients
 from functree.transforms.grad.grad import value_and_grad
 from functree.transforms.jit.jit import jit

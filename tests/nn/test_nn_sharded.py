@@ -22,7 +22,7 @@ from functree.layout.fsdp import FSDP
 from functree.layout.rules import AxisRules
 from functree.nn.activations import on_shards
 from functree.nn.attention.kernels import AXES, splash
-from functree.placing.ambient import axis_rules
+from functree.placing.constrain import axis_rules
 from functree.placing.shard import shard
 from tests.lib.training import filled
 

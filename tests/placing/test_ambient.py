@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
 import functree as ft
-from functree.placing.ambient import ambient_rules
+from functree.placing.constrain import ambient_rules
 from tests.lib.checks import raises
 from tests.lib.meshes import MESH, assert_lies, lay
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 import functree as ft
-from functree.placing.ambient import ambient_rules
+from functree.placing.constrain import ambient_rules
 from functree.transforms.shard_map import shard_map
 from tests.lib.checks import raises
 from tests.lib.meshes import MESH, mesh_of

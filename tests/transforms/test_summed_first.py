@@ -13,7 +13,7 @@ from jaxtyping import Float
 
 import functree as ft
 from functree.layout.layout import as_layout
-from functree.placing.ambient import has_axis_rules
+from functree.placing.constrain import has_axis_rules
 
 MESH = ft.make_mesh(a=2, b=2, c=2)
 X = np.random.default_rng(0).normal(size=(8, 6, 8))

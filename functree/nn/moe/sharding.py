@@ -10,7 +10,7 @@ from functree.devices.meshes import devices_along, platform
 from functree.devices.specs import Entry, entry, mesh_axes
 from functree.errors import FunctreeValueError, Problem
 from functree.nn.activations import constrain_to, divided, entries_of, on_one_device, specs_of
-from functree.placing.ambient import spec
+from functree.placing.constrain import spec
 
 TOKENS = "batch seq embed"
 INTO_HIDDEN = "experts embed hidden"

@@ -28,8 +28,7 @@ from functree.errors import FunctreeTypeError, Problem, ShardingError, did_you_m
 from functree.labels.leaf import array_problem
 from functree.layout.decide import decide_parts, read_for
 from functree.layout.layout import as_partial, broadcast, own_meshes
-from functree.placing.ambient import ambient_rules
-from functree.placing.constrain import find_mesh, local_view
+from functree.placing.constrain import ambient_rules, find_mesh, local_view
 from functree.transforms.accumulate.call import Call, GradientFunction, Role, below, refuse
 from functree.transforms.grad.grad import BACKWARD, laid_out_as
 from functree.transforms.jit.jit import jit

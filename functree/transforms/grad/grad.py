@@ -39,8 +39,13 @@ from functree.layout.decide import decide_parts, read_for
 from functree.layout.decision import Decision
 from functree.layout.fsdp import fsdp_axes
 from functree.layout.layout import Layout, LayoutTree, Part, as_partial, own_meshes
-from functree.placing.ambient import ambient_rules
-from functree.placing.constrain import axes_of_name, find_mesh, local_view, with_decision
+from functree.placing.constrain import (
+    ambient_rules,
+    axes_of_name,
+    find_mesh,
+    local_view,
+    with_decision,
+)
 from functree.tree.arrays import dtype_text
 
 BACKWARD = "transpose(jvp())"

@@ -41,7 +41,7 @@ from functree.devices.placement import (
 from functree.errors import ShardingError, listed, warn
 from functree.layout.layout import Layout, LayoutTree
 from functree.layout.state_sharding import has_filters
-from functree.placing.ambient import Surroundings
+from functree.placing.constrain import Surroundings
 from functree.processes.agreement import Agreement, Facts
 from functree.processes.check_processes import facts_of, has_values_here, settings, value_text
 from functree.surgery.pack import Packed, pack
