@@ -60,9 +60,7 @@ def label_paths(
         states: the concrete or abstract training states in this part, by path.
         scope: the part's position in the tree.
     """
-    labeled = list(leaves)
-    if scope != Scope():
-        labeled = [_labeled(leaf, scope) for leaf in leaves]
+    labeled = [_labeled(leaf, scope) for leaf in leaves]
     inside: dict[Path, list[tuple[int, Leaf]]] = {}
     if states:
         for i, leaf in enumerate(leaves):

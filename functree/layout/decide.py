@@ -332,7 +332,9 @@ def grouped(leaves: Leaves, parts: Sequence[Part], view: MeshView) -> Iterator[G
         for path, state in leaves.training.items():
             if path[:depth] == part.path:
                 states[path] = state
-        labeled = label_paths(leaves.leaves[start:end], states, part.scope)
+        labeled: Sequence[Leaf] = leaves.leaves[start:end]
+        if states or part.scope != Scope():
+            labeled = label_paths(labeled, states, part.scope)
         yield Group(part, labeled, bool(states), decide(part, labeled, view))
         start = end
 

@@ -1,8 +1,8 @@
 """Base classes mark the modules that tree traversals treat specially.
 
 They are bases of functree's own `Stacked`, `Packed`, `StateRef`, `State` and `TrainState`, which
-are defined in packages that this package must not import. Users' classes may define two methods,
-`__axis_names__` and `__matrix_dimensions__`.
+are defined in packages that this package must not import. Users' classes may define
+`__matrix_dimensions__`.
 """
 
 from abc import abstractmethod
@@ -10,28 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from functree.tree.arrays import AnyArray, Tree
-from functree.tree.axes import Axes, Names
+from functree.tree.axes import Axes
 from functree.tree.paths import Path
-
-
-def own_names(node: Tree) -> Names | None:
-    """Return the names that a module gives to its own leaves, or None.
-
-    Any class may define `__axis_names__`, for example if its instances have different axes.
-
-    Examples:
-        >>> class Projection(eqx.Module):
-        ...     weight: Array
-        ...     axes: str = eqx.field(static=True)
-        ...
-        ...     def __axis_names__(self):
-        ...         return ft.names(weight=self.axes)
-        >>> ft.tree_axes(Projection(jnp.ones((2, 3)), "embed heads")).weight
-        Axes('embed', 'heads')
-    """
-    # This runs for each module, and `isinstance` with a protocol is far slower than `hasattr`.
-    return node.__axis_names__() if hasattr(type(node), "__axis_names__") else None
-
 
 Dimensions = int | tuple[int, ...]
 """The dimensions of an array, counted from the end: -1 is the last one."""

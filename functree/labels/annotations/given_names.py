@@ -15,7 +15,6 @@ from functree.errors import Problem
 from functree.tree.arrays import Tree
 from functree.tree.axes import Axes, Names, OpenAxes, names
 from functree.tree.globs import glob_pattern, match_text, meant_glob
-from functree.tree.interfaces import own_names
 from functree.tree.nodes import walk
 from functree.tree.paths import Keys, Path, tokens
 from functree.tree.skeleton.kinds import LEAVES
@@ -87,10 +86,29 @@ def given_at(
             if cls in names:
                 sources.append(GivenNames(names[cls], depth, (1, depth), cls))
                 break
-    names_of_class = own_names(node)
+    names_of_class = _own_names(node)
     if names_of_class is not None:
         sources.append(GivenNames(names_of_class, depth, (2, -depth)))
     return tuple(sources)
+
+
+def _own_names(node: Tree) -> Names | None:
+    """Return the names that a module gives to its own leaves, or None.
+
+    Any class may define `__axis_names__`, for example if its instances have different axes.
+
+    Examples:
+        >>> class Projection(eqx.Module):
+        ...     weight: Array
+        ...     axes: str = eqx.field(static=True)
+        ...
+        ...     def __axis_names__(self):
+        ...         return ft.names(weight=self.axes)
+        >>> ft.tree_axes(Projection(jnp.ones((2, 3)), "embed heads")).weight
+        Axes('embed', 'heads')
+    """
+    # This runs for each module, and `isinstance` with a protocol is far slower than `hasattr`.
+    return node.__axis_names__() if hasattr(type(node), "__axis_names__") else None
 
 
 def given_axes(path: Path, several: Iterable[GivenNames]) -> Axes | OpenAxes | None:
