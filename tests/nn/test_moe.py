@@ -169,7 +169,7 @@ def test_rows_behind_the_last_group_are_masked(monkeypatch: pytest.MonkeyPatch) 
         found = jax.lax.ragged_dot(x, weights, sizes)
         return jnp.where(jnp.arange(len(x))[:, None] < sizes.sum(), found, jnp.nan)
 
-    monkeypatch.setattr(experts, "product_of_groups", with_garbage)
+    monkeypatch.setattr(dispatch, "product_of_groups", with_garbage)
     moe, sizes = layer(), jnp.array([2, 0, 1, 0])
 
     def summed(moe: nn.MoE, x: jax.Array) -> jax.Array:
