@@ -7,7 +7,7 @@ Gradients are therefore summed over the batch once, after the last tick. All oth
 left to the compiler.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -203,8 +203,8 @@ def pipeline(
     *,
     stages: MeshAxes,
     microbatches: int,
-    keys: frozenset[int],
-    divided: Sequence[int] = (),
+    keys: Collection[int],
+    divided: Collection[int] = (),
 ) -> Tree:
     """Run all layers on `x`, micro-batch by micro-batch and stage by stage.
 
@@ -232,45 +232,40 @@ def pipeline(
     )
     plan = _Plan(stages, _batch_axes(x, stages), microbatches)
     _check_sizes(plan, jnp.shape(arrays[0])[0], batch)
-    args_arrays, others = eqx.partition(args, eqx.is_array)
-    shared, structure = jax.tree.flatten(args_arrays)
-    cut = _divided(args_arrays, divided)
+    args_arrays, others = eqx.partition(list(args), eqx.is_array)
 
-    def stage(x: Tree, arrays: list[Array], shared: list[Array]) -> Tree:
+    def stage(x: Tree, arrays: list[Array], args_arrays: list[Tree]) -> Tree:
         # The weights are typed as varying along the pipeline's mesh axes. Their gradients are then
         # summed over the batch once, where they leave the shard_map, and not in each tick.
         arrays = [varying_over(array, plan.axes) for array in arrays]
-        arrays = [plan.split_keys(array) if i in keys else array for i, array in enumerate(arrays)]
-        shared = [plan.split(array) if i in cut else array for i, array in enumerate(shared)]
+        by_microbatch = _changed(plan.split_keys, arrays, keys)
+        args_by_microbatch = _changed(plan.split, args_arrays, divided)
 
         def run(x: Tree, microbatch: Int[Array, ""]) -> Tree:
-            local = jax.tree.unflatten(structure, _at(microbatch, shared, cut))
-            return layers(x, _at(microbatch, arrays, keys), eqx.combine(local, others))
+            def take(array: Array) -> Array:
+                return array[microbatch]
+
+            own_args = _changed(take, args_by_microbatch, divided)
+            return layers(x, _changed(take, by_microbatch, keys), eqx.combine(own_args, others))
 
         return _run_stage(plan, x, run)
 
     rows, layer, whole = (PartitionSpec(entry(axes)) for axes in (plan.batch, stages, ()))
-    specs = (
-        jax.tree.map(lambda _: rows, x),
-        [layer] * len(arrays),
-        [rows if i in cut else whole for i in range(len(shared))],
-    )
+    specs = rows, layer, [rows if i in divided else whole for i in range(len(args))]
     mapped = jax.shard_map(stage, in_specs=specs, out_specs=rows, axis_names=_manual(plan))
-    given = x, list(arrays), shared
-    return without_varying(mapped)(*jax.tree.map(partial(_placed, plan), given, specs))
+    given = jax.tree.map(
+        lambda spec, tree: jax.tree.map(partial(_placed, plan, spec), tree),
+        specs,
+        (x, list(arrays), args_arrays),
+    )
+    return without_varying(mapped)(*given)
 
 
-def _at(microbatch: Int[Array, ""], arrays: Sequence[Array], which: frozenset[int]) -> list[Array]:
-    """Replace the arrays at the indices `which` with their slices for a micro-batch."""
-    return [array[microbatch] if i in which else array for i, array in enumerate(arrays)]
-
-
-def _divided(args: tuple[Tree, ...], divided: Sequence[int]) -> frozenset[int]:
-    """Return the indices of the arrays in `args` that are divided like the batch."""
-    is_divided: list[bool] = []
-    for i, arg in enumerate(args):
-        is_divided += [i in divided] * len(jax.tree.leaves(arg))
-    return frozenset(i for i, divide in enumerate(is_divided) if divide)
+def _changed(
+    change: Callable[[Array], Array], trees: Sequence[Tree], which: Collection[int]
+) -> list[Tree]:
+    """Apply a function to all arrays of the trees at the indices `which`."""
+    return [jax.tree.map(change, tree) if i in which else tree for i, tree in enumerate(trees)]
 
 
 def _manual(plan: _Plan) -> set[str]:
@@ -281,7 +276,7 @@ def _manual(plan: _Plan) -> set[str]:
     return {*plan.axes, *single} - set(mesh.manual_axes)
 
 
-def _placed(plan: _Plan, x: Array, wanted: PartitionSpec) -> Array:
+def _placed(plan: _Plan, wanted: PartitionSpec, x: Array) -> Array:
     """On Explicit axes, reshard an array to the type that the shard_map requires."""
     spec = typed_spec(x)
     if spec is None:
