@@ -11,7 +11,7 @@ import jax
 from jax.extend.core import Primitive
 
 from functree.argument_checks import TEXTS, Takes, check
-from functree.errors import FunctreeArgumentError, FunctreeValueError, Problem, count, did_you_mean
+from functree.errors import FunctreeValueError, Problem, count, did_you_mean
 from functree.tree.arrays import Tree
 from functree.tree.jaxprs import AnyJaxpr, all_equations
 from functree.tree.skeleton.static_value import is_hashable
@@ -110,8 +110,7 @@ def offload(*names: str, others: Remat = "full") -> Policy:
         Try: use one of `mlp_gate`, `mlp_up`
         ...
     """
-    check("offload: invalid arguments", names=(names, TEXTS))
-    remat_policy(others)  # raises an error here, before any layer runs
+    check("offload: invalid arguments", names=(names, TEXTS), others=(others, REMAT))
     if isinstance(others, Offload):
         names, others = (*names, *others.names), others.others
     return Offload(names, others)
@@ -153,10 +152,7 @@ def _names(program: AnyJaxpr) -> set[str]:
 
 
 def remat_policy(remat: Remat) -> Policy | None:
-    """Return the policy for the option `remat=`, or `None` if nothing is recomputed.
-
-    Raises:
-        FunctreeError: if the option is neither a known name nor a policy.
+    """Return the policy for a valid option `remat=`, or `None` if nothing is recomputed.
 
     Examples:
         >>> from functree.transforms.remat import remat_policy
@@ -165,8 +161,6 @@ def remat_policy(remat: Remat) -> Policy | None:
         ... ) is jax.checkpoint_policies.dots_with_no_batch_dims_saveable
         True
     """
-    if not REMAT.fits(remat):
-        raise FunctreeArgumentError(f"invalid remat={remat!r}: use {REMAT.text}")
     if isinstance(remat, str):
         return _POLICIES[remat]
     return remat

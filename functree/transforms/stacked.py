@@ -25,7 +25,7 @@ from functree.transforms.pipeline import (
     scannable,
     stages_of,
 )
-from functree.transforms.remat import Offload, Policy, Remat, check_names, remat_policy
+from functree.transforms.remat import REMAT, Offload, Policy, Remat, check_names, remat_policy
 from functree.tree.arrays import Tree, is_key
 from functree.tree.axes import is_axis_name
 from functree.tree.interfaces import Stack, StateMapping
@@ -127,7 +127,7 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
         *args: Tree,
         each: Annotated[Mapping[str, Tree], EACH] | None = None,
         collect: Flag = False,
-        remat: Remat = None,
+        remat: Annotated[Remat, REMAT] = None,
         unroll: Annotated[int | bool, UNROLL] = 1,
         state: Annotated[Tree, STATE] = None,
         microbatches: Size | None = None,
@@ -192,7 +192,6 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
             >>> layers.scan(jnp.ones((5, 4)), each=each).shape
             (5, 4)
         """
-        remat_policy(remat)  # raises an error if `remat` is invalid
         return _scanned(
             self,
             x,
