@@ -5,7 +5,7 @@ A function with a scan ─► the same function, jitted for calls outside jit.
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import equinox as eqx
 
@@ -15,14 +15,17 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-def compiled_once(fn: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Wrap a function so that calls outside jit run it with `eqx.filter_jit`.
+def compiled_once(
+    fn: Callable[_P, _T], jit: Callable[..., Any] = eqx.filter_jit
+) -> Callable[_P, _T]:
+    """Wrap a function so that calls outside jit run it jitted.
 
     The body of a `lax.scan` is a new object in each call. Without this decorator, JAX would compile
     every eager call again, and keep every program in memory.
 
     Args:
-        fn: a module-level function, so that all calls share one jitted function.
+        fn: a function that all calls share, such as a module-level function.
+        jit: the function that jits it.
 
     Examples:
         >>> from functree.transforms.compiled_once import compiled_once
@@ -32,7 +35,7 @@ def compiled_once(fn: Callable[_P, _T]) -> Callable[_P, _T]:
         >>> print(total(jnp.arange(4.0)))
         6.0
     """
-    jitted = eqx.filter_jit(fn)
+    jitted = jit(fn)
 
     @functools.wraps(fn)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:

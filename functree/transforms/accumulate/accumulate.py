@@ -21,7 +21,7 @@ from functree.argument_checks import FUNCTION, TEXT, TEXTS, Flag, Size, Takes, c
 from functree.calls.signature import RESULT
 from functree.calls.static_arguments import check_wrapped
 from functree.devices.constraint import with_constraint
-from functree.devices.meshes import compiling, mesh_view
+from functree.devices.meshes import mesh_view
 from functree.devices.specs import entry, mesh_axes, named_axes, of_rank, without
 from functree.devices.varying import varying_axes, varying_over
 from functree.errors import FunctreeTypeError, Problem, ShardingError, did_you_mean
@@ -30,6 +30,7 @@ from functree.layout.decide import decide_parts, read_for
 from functree.layout.layout import as_partial, broadcast, own_meshes
 from functree.placing.constrain import ambient_rules, find_mesh, local_view
 from functree.transforms.accumulate.call import Call, GradientFunction, Role, below, refuse
+from functree.transforms.compiled_once import compiled_once
 from functree.transforms.grad.grad import BACKWARD, laid_out_as
 from functree.transforms.jit.jit import jit
 from functree.tree.arrays import Tree
@@ -166,15 +167,8 @@ def accumulate(
     def in_micro_batches(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         return averaged(Call.of(function, args, kwargs), number, axes)
 
-    # Eager calls share this compiled function.
-    compiled = functools.cache(lambda: jit(in_micro_batches))
-
-    @functools.wraps(fn)
-    def accumulated(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        run = in_micro_batches if compiling() else compiled()
-        return run(*args, **kwargs)
-
-    return accumulated
+    # `ft.jit` warns about replicated arrays.
+    return compiled_once(in_micro_batches, jit)
 
 
 def names(given: _Names) -> tuple[str, ...]:
