@@ -42,7 +42,7 @@ from functree.devices.specs import axes_text, named_axes, spec_text, typed_spec,
 from functree.devices.varying import varying_axes
 from functree.errors import FunctreeTypeError, Problem, ShardingError, did_you_mean
 from functree.labels.leaf import Leaf
-from functree.labels.leaves import Leaves
+from functree.labels.leaves import Leaves, read
 from functree.layout.decide import UNSPECIFIED, plan_leaves, read_for
 from functree.layout.decision import refuse
 from functree.layout.layout import (
@@ -257,7 +257,7 @@ class Mapped(Function[_P, _T]):
         specs, problems = manual.lay(leaves, parts)
         sizes: Sizes = {}
         if options.shapes == "global":
-            sizes = check_sizes(signature.name, flat.call, leaves.leaves, where="global")
+            sizes = check_sizes(signature.name, leaves.leaves, where="global")
         for leaf, spec in zip(leaves.leaves, specs, strict=True):
             problems += manual.differing(leaf, spec)
         if problems:
@@ -314,11 +314,11 @@ def _traced_once(
     def body(*arrays: jax.Array) -> Output:
         call, sizes = group.skeleton.fill(arrays), Sizes()
         if shapes == "local":
-            sizes = check_sizes(signature.name, call, where="local")
+            sizes = check_sizes(signature.name, read(call).leaves, where="local")
         with axis_rules(rules):
             result = signature.run(fun(), call)
         if shapes == "local":
-            check_sizes(signature.name, signature.result(result), known=sizes, where="local")
+            check_sizes(signature.name, read(signature.result(result)).leaves, sizes, "local")
         return Output.of(result, signature.name)
 
     body.__name__ = body.__qualname__ = signature.name.rpartition(".")[2]
@@ -367,7 +367,7 @@ def _run_mapped(
         values = run(*inputs)
     output = Output(values, outputs[0].skeleton)
     if options.shapes == "global":
-        check_sizes(signature.name, signature.result(output.tree), known=sizes, where="global")
+        check_sizes(signature.name, read(signature.result(output.tree)).leaves, sizes, "global")
     return output
 
 

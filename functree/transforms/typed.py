@@ -97,7 +97,7 @@ def typed(
         With `constrain=True`, the annotated arrays are constrained.
         """
         leaves = read(record)
-        sizes = check_sizes(signature.name, record, leaves.leaves, known)
+        sizes = check_sizes(signature.name, leaves.leaves, known)
         _check_types(signature.name, record)
         if constrain:
             return _constrain_annotated(leaves), sizes
@@ -143,14 +143,10 @@ def _constrain_annotated(leaves: Leaves) -> Tree:
 
     A spec in an annotation overrides the axes.
     """
-    paths = {leaf.path for leaf, _ in _annotated(leaves.leaves)}
-    values: list[Tree] = []
-    for leaf in leaves.leaves:
-        value = leaf.value
-        if leaf.path in paths:
-            value = constrain(value, leaf.axes if leaf.spec is None else leaf.spec)
-        values.append(value)
-    return leaves.skeleton.fill(values)
+    values = {leaf.path: leaf.value for leaf in leaves.leaves}
+    for leaf, _ in _annotated(leaves.leaves):
+        values[leaf.path] = constrain(leaf.value, leaf.axes if leaf.spec is None else leaf.spec)
+    return leaves.skeleton.fill(list(values.values()))
 
 
 def _check_shardings(name: str, leaves: Leaves) -> None:
@@ -202,12 +198,11 @@ _BUILTINS = {"__builtins__": {}, "min": min, "max": max, "abs": abs}
 
 def check_sizes(
     name: str,
-    record: Record,
-    leaves: Sequence[Leaf] | None = None,
+    leaves: Sequence[Leaf],
     known: Sizes | None = None,
     where: str = "",
 ) -> Sizes:
-    """Compare the sizes of a record's axes with each other, and with known sizes.
+    """Compare the sizes of the axes of a call or a result with each other, and with known sizes.
 
     The axes come from the function's own annotations and, for a method, from the annotations of the
     fields of `self`. Axis names in any other module apply only within that module, since two layers
@@ -215,20 +210,17 @@ def check_sizes(
 
     Args:
         name: the name of the function, for messages.
-        record: a call or a result from `Signature`.
-        leaves: the record's leaves, if they have already been read.
-        known: the sizes in the call, if the record is the result of that call.
+        leaves: the leaves of a call or a result from `Signature`.
+        known: the sizes in the call, if the leaves are the result of that call.
         where: the kind of shapes that messages mention, `"global"` or `"local"`; may be empty.
 
     Returns:
-        The known sizes and the sizes of this record.
+        The known sizes and the sizes of these leaves.
 
     Raises:
         AxesError: if arrays do not match their annotations. If sizes differ, the message gives the
             axis and both sizes.
     """
-    if leaves is None:
-        leaves = read(record).leaves
     sizes = {**_sizes_of_fields(leaves), **(known or {})}
     problems: list[Problem] = []
     spans: list[tuple[Leaf, ArrayForm, Dim, tuple[int, ...]]] = []
@@ -316,12 +308,8 @@ def _difference(sizes: Sizes, leaf: Leaf, dim: Dim, own: tuple[int, ...]) -> str
     # arguments of the function, which are unknown here.
     if dim.anonymous or "{" in body or (dim.broadcast and all(size == 1 for size in own)):
         return None
-    if body.isdigit():
-        if own == (int(body),):
-            return None
-        return f'"{dim.token}" requires size {body}, but the size is {own[0]}'
     if not body.isidentifier():
-        return _other_value(sizes, body, own[0])
+        return _other_value(sizes, dim, own[0])
     # With `*#name`, arrays that are broadcast against each other may have different ranks.
     if dim.variadic and dim.broadcast:
         return None
@@ -333,18 +321,18 @@ def _difference(sizes: Sizes, leaf: Leaf, dim: Dim, own: tuple[int, ...]) -> str
     return f'"{body}" has size {here} here, and {there} in `{owner}`'
 
 
-def _other_value(sizes: Sizes, expression: str, size: int) -> str | None:
-    """Return why a size differs from the value of an expression, or None if they are equal."""
+def _other_value(sizes: Sizes, dim: Dim, size: int) -> str | None:
+    """Return why a size differs from a number or an expression, or None if they are equal."""
     single = {name: known[0] for (name, variadic, _), (known, _) in sizes.items() if not variadic}
     try:
         # jaxtyping evaluates the expression in the same way. The text is the user's own annotation,
         # not data.
-        wanted = eval(expression, dict(_BUILTINS), single)
+        wanted = eval(dim.body, dict(_BUILTINS), single)
     except UNREADABLE as error:
-        return f"`{expression}` cannot be evaluated: {error}"
+        return f"`{dim.body}` cannot be evaluated: {error}"
     if wanted == size:
         return None
-    return f"`{expression}` is {wanted}, but the size is {size}"
+    return f'"{dim.token}" requires size {wanted}, but the size is {size}'
 
 
 def _problem(leaf: Leaf, form: ArrayForm, why: str, remedy: str) -> Problem:

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 import functree as ft
 from functree.calls.signature import Signature
+from functree.labels.leaves import read
 from functree.transforms.signature_layouts import AnnotationLayout, signature_layouts
 from functree.transforms.typed import check_sizes
 from tests.lib.checks import raises
@@ -233,7 +234,7 @@ def checked(annotations: dict[str, Any], *values: Any) -> None:
     fun: Callable[..., Any] = eval(f"lambda {', '.join(annotations)}: None")
     fun.__annotations__ = annotations
     signature = Signature(fun)
-    check_sizes("f", signature.bind(values, {}))
+    check_sizes("f", read(signature.bind(values, {})).leaves)
 
 
 FLOATS = Float[Array, "batch embed"]
@@ -271,7 +272,7 @@ DIFFER: list[tuple[list[Any], list[Any], str, str]] = [
         [FLOATS, Float[Array, "batch*embed"]],
         [(2, 3), (5,)],
         "y",
-        "`batch*embed` is 6, but the size",
+        '"batch*embed" requires size 6, but the size',
     ),
     ([FLOATS, FLOATS], [(2, 3), (2,)], "y", "has 1 dimension, but `Float"),
     (
