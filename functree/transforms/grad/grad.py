@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
-from jax.tree_util import tree_leaves
 
 from functree.argument_checks import FUNCTION, POSITIONS, Flag, checked, shown
 from functree.calls.program import around
@@ -598,11 +597,6 @@ def _manual_axes() -> tuple[str, ...]:
     return manual
 
 
-def _varying(tree: Any) -> frozenset[str]:
-    """Return the mesh axes along which an array of a tree may differ between shards."""
-    return frozenset[str]().union(*map(varying_axes, tree_leaves(tree)))
-
-
 def _check_one_loss(
     loss: Any, parameters: Sequence[Parameters], arrays_of_each: Sequence[Sequence[Any]]
 ) -> None:
@@ -611,14 +605,14 @@ def _check_one_loss(
     JAX sums the gradient of such a parameter over the shards. The result is the gradient of the
     summed losses.
     """
-    varying = _varying(loss)
+    varying = varying_axes(loss)
     axes = repr(entry(sorted(varying)))
     why = "is shared between shards, so its gradient would be the gradient of the sum of all losses"
     remedy = f"return `jax.lax.pmean(loss, {axes})` for the mean, or `psum` for the sum"
     problems: list[Problem] = []
     for argument, arrays in zip(parameters, arrays_of_each, strict=True):
         for leaf, array in zip(argument.matched, arrays, strict=True):
-            if not varying <= _varying(array):
+            if not varying <= varying_axes(array):
                 problems.append(leaf.problem(why, remedy))
     if problems:
         raise FunctreeError(f"grad: the loss differs between shards along {axes}", problems)
