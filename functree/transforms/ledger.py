@@ -139,8 +139,8 @@ class LoweredCall(NamedTuple):
     compiled: Callable[[], tuple[Ledger, str]]
     of_arrays: Callable[..., Tree]
     arrays: Sequence[AnyArray]
-    mesh: Mesh | None
-    fn: Function[..., Tree] | None
+    mesh: Mesh | None = None
+    fn: Function[..., Tree] | None = None
 
 
 def call_of(
@@ -257,8 +257,6 @@ def _others_call(
         compiled,
         of_arrays,
         arrays,
-        None,
-        None,
     )
 
 
