@@ -56,6 +56,7 @@ from functree.transforms.jit.layouts import (
     is_unplaced,
     is_worth_telling,
     resolve_out_shardings,
+    state_form,
     warn_unplaced,
     warn_without_mesh,
 )
@@ -325,7 +326,7 @@ class Jit(Function[_P, _T]):
                 # A traced array's sharding is unknown.
                 given = [getattr(flat.arrays[i], "sharding", None) for i in below]
                 kept = tuple(x if isinstance(x, NamedSharding) else None for x in given)
-                donated.setdefault(StateForm.of(value), {})[name] = kept
+                donated.setdefault(state_form(value), {})[name] = kept
         return donated
 
 

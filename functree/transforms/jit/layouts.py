@@ -346,21 +346,17 @@ _UNTYPED = (
 # The result
 
 
-class StateForm(NamedTuple):
-    """The form that two trees share if either can replace the other as state.
+StateForm = tuple[type, tuple[tuple[Keys, tuple[int, ...], Any], ...]]
+"""The form that two trees share if either can replace the other as state.
 
-    The form consists of the root's class, and of the path, shape and dtype of each array. A model's
-    gradient has the model's form, although None replaces the model's functions.
-    """
+The form consists of the root's class, and of the path, shape and dtype of each array. A model's
+gradient has the model's form, although None replaces the model's functions."""
 
-    root: type
-    arrays: tuple[tuple[Keys, tuple[int, ...], Any], ...]
 
-    @classmethod
-    def of(cls, tree: Any) -> "StateForm":
-        """Return the form of a tree. Its arrays may be abstract."""
-        arrays = [(keys, x.shape, x.dtype) for keys, x, kind in walk(tree) if kind is ARRAY]
-        return cls(type(tree), tuple(arrays))
+def state_form(tree: Any) -> StateForm:
+    """Return the form of a tree. Its arrays may be abstract."""
+    arrays = [(keys, x.shape, x.dtype) for keys, x, kind in walk(tree) if kind is ARRAY]
+    return type(tree), tuple(arrays)
 
 
 Donated = Mapping[StateForm, Mapping[Path, tuple[NamedSharding | None, ...]]]
@@ -383,7 +379,7 @@ def closed(name: str, result: Tree, donated: Donated, given: Shardings) -> Shard
     Raises:
         ShardingError: if a part has the form of several arguments that are sharded differently.
     """
-    roots = {form.root for form in donated}
+    roots = {root for root, _ in donated}
     shardings: list[NamedSharding | None] = []
     problems: list[Problem] = []
     waiting: list[tuple[Keys, Any]] = [((), result)]
@@ -395,7 +391,7 @@ def closed(name: str, result: Tree, donated: Donated, given: Shardings) -> Shard
                 shardings.append(given[start])
             continue
         # Computing the form of every part would be slow.
-        same = donated.get(StateForm.of(node), {}) if type(node) in roots else {}
+        same = donated.get(state_form(node), {}) if type(node) in roots else {}
         if not same:
             waiting += reversed([((*keys, key), child) for key, child in below])
             continue
