@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from functree.argument_checks import FUNCTION, check
 from functree.calls.body import Arguments, Body, Output
-from functree.calls.call_groups import CallGroup, FlatCall, Traces
+from functree.calls.call_groups import CallGroup, FlatCall
 from functree.calls.checks import check_mesh
 from functree.calls.function import Function
 from functree.calls.program import Program, make_program, without_jit
@@ -142,9 +142,18 @@ class Init(Function[_P, _T]):
         All meshes share one body, so the function is traced once.
         """
         rules = self._rules()
-        body = group.bodies.get(rules)
-        if body is None:
-            body = group.bodies[rules] = _body(self._traces, group, rules)
+        if rules in group.bodies:
+            return group.bodies[rules]
+        signature, fun = self._signature, self._traces.fun
+
+        # `compute` must not refer to `self`, which holds the user's function: the group's cache
+        # would keep that function alive.
+        def compute(arrays: Sequence[Any]) -> Output:
+            with axis_rules(rules):
+                result = signature.run(fun(), group.skeleton.fill(arrays))
+            return Output.of(result, signature.name).distinct()
+
+        body = group.bodies[rules] = Body(compute, Arguments(group.paths, ()), self._traces)
         return body
 
     def _planned(self, output: Output) -> Plan:
@@ -163,21 +172,6 @@ class Init(Function[_P, _T]):
         which = range(len(planned.rows)) if output.which is None else output.which
         by_index = dict(zip(which, map(planned.sharding, planned.rows), strict=True))
         return [by_index[index] for index in range(len(output.values))]
-
-
-def _body(traces: Traces, group: CallGroup, rules: Layout | None) -> Body:
-    """Return the user's function as a function from arrays to arrays.
-
-    The body serves one group of calls and one set of rules.
-    """
-    signature, fun = traces.signature, traces.fun
-
-    def compute(arrays: Sequence[Any]) -> Output:
-        with axis_rules(rules):
-            result = signature.run(fun(), group.skeleton.fill(arrays))
-        return Output.of(result, signature.name).distinct()
-
-    return Body(compute, Arguments(group.paths, ()), traces)
 
 
 def _init(name: str, make: Callable[_P, _T], layout: LayoutTree, mesh: MeshLike) -> Init[_P, _T]:
