@@ -35,6 +35,7 @@ class Function(Generic[_P, _T]):
         compilations: one record for each program that its calls used or that
             `.lower(...).compile()` compiled, with the differences from the most similar earlier
             program. A program that another wrapper of the function compiled is marked as shared.
+        static: the names of the parameters that are static, whatever their values.
     """
 
     compilations: list[Compilation]
@@ -61,7 +62,7 @@ class Function(Generic[_P, _T]):
         self._partial, self._traces = partial, traces
         # A named tuple, with its own class for each public function. Copies are made from it.
         self._options: Any = options
-        self._static: frozenset[str] = getattr(options, "static", frozenset())
+        self.static: frozenset[str] = getattr(options, "static", frozenset())
         self._is_bound = bool(partial.args or partial.kwargs)
         # Copied, because nested attribute lookups take time in every call.
         self._signature, self._groups = traces.signature, traces.groups
@@ -216,7 +217,7 @@ class Function(Generic[_P, _T]):
         if self._is_bound:
             args, kwargs = self._partial.with_bound(args, kwargs)
         call = self._signature.bind(args, kwargs)
-        return with_static(call, self._static) if self._static else call
+        return with_static(call, self.static) if self.static else call
 
     def _find(self, args: Args, kwargs: Kwargs) -> FlatCall:
         """Flatten a call and find its group."""

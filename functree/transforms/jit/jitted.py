@@ -88,6 +88,7 @@ class Jit(Function[_P, _T]):
             `.lower(...).compile()` compiled, with the differences from the most similar earlier
             program. Wrappers of one function with equal options share traces and programs. If
             another wrapper compiled a program, the program's record is marked as shared.
+        static: the names of the parameters that are static, whatever their values.
 
     Examples:
         >>> double = ft.jit(lambda x: 2 * x)
@@ -111,11 +112,6 @@ class Jit(Function[_P, _T]):
         # key then stays short, and JAX compiles one program for each set of shardings.
         has_layouts = options.in_shardings is not None or options.out_shardings is not None
         self._by_shardings = has_layouts or bool(options.donated)
-
-    @property
-    def static(self) -> frozenset[str]:
-        """The names of the parameters that are static, whatever their values."""
-        return self._options.static
 
     @property
     def layouts(self) -> dict[str, LayoutTree]:
