@@ -269,10 +269,6 @@ REFUSED: dict[str, tuple[Any, dict[str, int], dict[str, Any], tuple[str, ...]]] 
          "would each cover only one micro-batch",
          'leave the axis "layers" unsharded, or remove `collect=True`'),
     ),
-    "no number": (
-        BY_STAGE, {"pipe": 4, "data": 2}, {"microbatches": 0},
-        ("microbatches=0\n      it must be a positive integer",),
-    ),
     "one mesh axis for both": (
         BOTH, {"pipe": 4}, {"microbatches": 2},
         ("Stacked.scan: the mesh axis `pipe` shards both the batch and the stack", "over different mesh axes"),

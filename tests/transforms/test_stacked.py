@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 import functree as ft
 from functree.errors import AxesError, FunctreeValueError
-from functree.transforms.remat import offload, remat_policy
+from functree.transforms.remat import offload
 from functree.transforms.stacked import Stacked, stack
 
 DEPTH, SIZE = 5, 4
@@ -303,7 +303,6 @@ def test_offload_is_a_value() -> None:
     assert offload("a", "b") == offload("a", "b") and hash(offload("a")) == hash(offload("a"))
     others = offload("b"), offload("a", others="dots"), offload("a", others=None)
     assert len({offload("a"), *others}) == 4
-    assert remat_policy(offload("a")) == offload("a")
 
 
 # The names in `ft.nn`
