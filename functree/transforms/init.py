@@ -87,12 +87,9 @@ class Init(Function[_P, _T]):
         output = self._output(args, kwargs)
         if self._options.layout is None:
             return output.tree
-        planned = self._planned(output)
-        rows = [
-            jax.ShapeDtypeStruct(row.shape, row.dtype, sharding=planned.sharding(row))
-            for row in planned.rows
-        ]
-        return output.skeleton.fill(rows)
+        shardings = _of_values(output, self._planned(output))
+        pairs = zip(output.values, shardings, strict=True)
+        return output.like([value.update(sharding=sharding) for value, sharding in pairs])
 
     def _rules(self) -> Layout | None:
         return ambient_rules()
@@ -159,7 +156,7 @@ class Init(Function[_P, _T]):
     def _planned(self, output: Output) -> Plan:
         return plan_tree(output.tree, self._options.layout, self._options.mesh, same=output.which)
 
-    def _shardings(self, output: Output) -> list[NamedSharding | None]:
+    def _shardings(self, output: Output) -> list[NamedSharding]:
         planned = self._planned(output)
         if not isinstance(planned.mesh, Mesh):
             raise ShardingError(
@@ -167,11 +164,15 @@ class Init(Function[_P, _T]):
                 f"{NO_MESH}, where `mesh` is a `Mesh`; inside jit, use "
                 "`ft.constrain(make(...), layout)`"
             )
-        # An array at two paths of the result is one output of the program, so two rows may have the
-        # same index.
-        which = range(len(planned.rows)) if output.which is None else output.which
-        by_index = dict(zip(which, map(planned.sharding, planned.rows), strict=True))
-        return [by_index[index] for index in range(len(output.values))]
+        return _of_values(output, planned)
+
+
+def _of_values(output: Output, planned: Plan) -> list[NamedSharding]:
+    """Return the planned sharding of each value of a result."""
+    # An array at two paths of the result is one value, so two rows may have the same index.
+    which = output.which or range(len(planned.rows))
+    by_index = dict(zip(which, map(planned.sharding, planned.rows), strict=True))
+    return [by_index[index] for index in range(len(output.values))]
 
 
 def _init(name: str, make: Callable[_P, _T], layout: LayoutTree, mesh: MeshLike) -> Init[_P, _T]:

@@ -173,6 +173,7 @@ def test_abstract_has_shapes_and_shardings_and_statics(mesh: Any):
         (2**16, 2**18), "float32", sharding=NamedSharding(mesh, P("data", "model"))
     )
     assert model.activation is jax.nn.relu
+    assert ft.abstract(lambda: jnp.asarray(1.0), P(), mesh)().weak_type
 
 
 def test_abstract_without_a_layout_has_no_shardings():
