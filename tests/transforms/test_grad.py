@@ -400,6 +400,9 @@ def test_silent_failure_30_a_loss_averaged_on_each_shard_is_refused():
         in_shards(lambda w, x: grad(lambda t: local(t["w"], x))({"w": w})["w"])
     with raises("along 'data'"):
         in_shards(value_and_grad(lambda w, x: (local(w, x), x), has_aux=True))
+    # A loss that is not an array is JAX's error.
+    with pytest.raises(TypeError, match="Gradient only defined for scalar-output functions"):
+        in_shards(grad(lambda w, x: (local(w, x), x)))
 
 
 def test_silent_failure_30_along_two_mesh_axes_of_which_one_cuts_the_parameter():

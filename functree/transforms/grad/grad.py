@@ -45,7 +45,7 @@ from functree.placing.constrain import (
     local_view,
     with_decision,
 )
-from functree.tree.arrays import dtype_text
+from functree.tree.arrays import dtype_text, is_array
 
 BACKWARD = "transpose(jvp())"
 """The scope that JAX gives to gradients. The ledger recognizes the backward pass by this scope."""
@@ -562,8 +562,10 @@ def _differentiate(
                 "grad: with has_aux=True, the function must return `(value, aux)`, "
                 f"not {shown(result)}"
             )
-        if manual:
-            _check_one_loss(result[0] if has_aux else result, parameters, arrays_of_each)
+        loss = result[0] if has_aux else result
+        # JAX raises an error for a loss that is not an array.
+        if manual and is_array(loss):
+            _check_one_loss(loss, parameters, arrays_of_each)
         return result
 
     mesh = explicit_mesh(array for argument in parameters for array in argument.arrays)
