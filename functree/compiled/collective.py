@@ -19,6 +19,9 @@ MOVES = ("itself", "gradient", "activation", "update")
 class Cause(NamedTuple):
     """The reason for a collective: an operation whose operands and result are sharded differently.
 
+    If the result is sharded for a later constraint, the constraint is the reason. In this case,
+    `before` describes the operands of the earlier operation.
+
     Attributes:
         op: the name of the operation in StableHLO.
         source: the operation's source line, as in `Collective.source`.
@@ -27,7 +30,8 @@ class Cause(NamedTuple):
             `f32[8/data, 32/model] (model by w)`.
         after: the result, in the same form.
         origins: where these shardings come from, without duplicates: paths of arguments and
-            results, and source lines of constraints.
+            results, and source lines of constraints. For a collective that was not asked for, they
+            include the origins at the nearest earlier operation that moves the mesh axes.
         reason: why the collective is classified as asked for; empty if it is not.
         hint: advice for avoiding the collective; empty if there is none.
     """

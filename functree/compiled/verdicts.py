@@ -6,7 +6,7 @@ with the shardings of its operands and the sharding that its result needs.
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -104,7 +104,7 @@ class Verdicts:
         if found is None:
             cause = Cause(_primitive(name), one.source, "", (), "", (), reason)
         else:
-            cause = self._cause(found, reason)
+            cause = self._cause(found, set(one.mesh_axes), reason)
         return replace(one, verdict=ASKED if reason else COMPILER, cause=cause)
 
     def _reason(
@@ -194,9 +194,8 @@ class Verdicts:
         if named and self._relays(i, axes):
             return i
         # An operation that always loses its sharding is the cause, unless a constraint follows.
-        passed = {"reduce"}  # a sum does not need the unsharded array
-        if not named:
-            passed.add("dot_general")
+        # A sum does not need the unsharded array.
+        passed = ("reduce",) if named else ("dot_general", "reduce")
         reached = i
         for _ in range(_FARTHEST):
             users = self._users[reached]
@@ -227,18 +226,11 @@ class Verdicts:
     def _relayed_by(self, row: LaidOut) -> set[str]:
         """Return the mesh axes that shard a dimension of an operand, but not of the result."""
         relayed: set[str] = set()
+        turns = row.op in _TURNS
         for operand in (self._rows[j] for j in row.operands):
             relayed |= named_axes(operand.spec) - named_axes(row.spec)
-            if row.op not in _TURNS and operand.shape != row.shape:
-                continue
-            for dim, (size, before) in enumerate(
-                zip(operand.shape, operand.spec.partitions, strict=True)
-            ):
-                after = {dim}
-                if row.op in _TURNS:  # the dimension is identified by its size
-                    after = {j for j, other in enumerate(row.shape) if other == size}
-                kept = set[str]().union(*(mesh_axes(row.spec.partitions[j]) for j in after))
-                relayed |= set(mesh_axes(before)) - kept
+            if turns or operand.shape == row.shape:
+                relayed |= {axis for axis, _ in _places(operand, turns) - _places(row, turns)}
         return relayed
 
     def _sums(self, i: int, axes: set[str]) -> bool:
@@ -250,9 +242,11 @@ class Verdicts:
         operand_axes = [named_axes(self._rows[j].spec) & axes for j in row.operands]
         return all(operand_axes) or any(used - named_axes(row.spec) for used in operand_axes)
 
-    def _cause(self, index: int, reason: str) -> Cause:
+    def _cause(self, index: int, axes: set[str], reason: str) -> Cause:
         row = self._rows[index]
         operands = [self._rows[i] for i in row.operands if self._rows[i].shape]
+        if not reason:
+            row = self._constraint_after(index, axes)
         origins = dict[str, None]()
         for other in (*operands, row):
             origins |= dict.fromkeys(other.origins.values())
@@ -265,6 +259,31 @@ class Verdicts:
         return Cause(
             row.op, row.source, row.expression, before, after, tuple(origins), reason, hint
         )
+
+    def _constraint_after(self, i: int, axes: set[str]) -> LaidOut:
+        """Return the constraint that determines which dimension of a result mesh axes shard.
+
+        Return the operation itself if its operands, or no later constraint, determine this.
+        """
+        row = self._rows[i]
+        turns = row.op in _TURNS
+        gained = _places(row, turns)
+        for j in row.operands:
+            gained -= _places(self._rows[j], turns)
+        lines = {row.origins[axis] for axis, _ in gained if axis in axes}
+        for j in self._near(i, lambda j: self._users[j]) if lines else ():
+            later = self._rows[j]
+            if later.op == CONSTRAINT and later.source in lines:
+                if sorted(later.shape) == sorted(row.shape):
+                    return later
+        return row
+
+    def _near(self, i: int, neighbors: Callable[[int], Sequence[int]]) -> Iterator[int]:
+        """Yield a row and the rows near it, by distance."""
+        level = [i]
+        for _ in range(_FARTHEST):
+            yield from level
+            level = list(dict.fromkeys(chain(*map(neighbors, level))))
 
     def _hint(self, row: LaidOut, operands: Sequence[LaidOut]) -> str:
         """Return advice for an operation that always loses its sharding; empty if there is none."""
@@ -289,6 +308,20 @@ def _is_combined(name: str) -> bool:
     An example is `jit(f)/(jvp()/reduce_sum:transpose(jvp())/dot_general)`.
     """
     return "/(" in name and name.endswith(")")
+
+
+def _places(row: LaidOut, turns: bool) -> set[tuple[str, int]]:
+    """Return each mesh axis with the dimension that it shards.
+
+    Args:
+        row: an array.
+        turns: whether dimensions are identified by their sizes, and not by their indices.
+    """
+    return {
+        (axis, size if turns else dim)
+        for dim, (size, axes) in enumerate(zip(row.shape, row.spec.partitions, strict=True))
+        for axis in mesh_axes(axes)
+    }
 
 
 def _laid_out(row: LaidOut) -> str:

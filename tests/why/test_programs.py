@@ -25,9 +25,7 @@ DISAGREEMENTS = {
     "time-major-constraint": (1, "a constraint asks for it, though its author did not mean it"),
 }
 # The programs whose cause is another operation than the label says.
-OTHER_OPERATIONS = {
-    "ensemble-other-axis", "label-smoothing-with-swapped-names", "unet-width-for-height",
-}  # fmt: skip
+OTHER_OPERATIONS = {"unet-width-for-height"}
 # Those whose cause lacks an origin.
 OTHER_ORIGINS = {"graph-edges-apart"}
 # Those in which no row is what the label of the cause expects.

@@ -1,0 +1,92 @@
+"""The operation that a cause names: a constraint that comes later, or an earlier
+operation."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import Array, ShapeDtypeStruct, lax
+from jax.sharding import PartitionSpec as P
+
+import functree as ft
+from tests.why.program import text_of
+
+pytestmark = pytest.mark.usefixtures("compiles_anew")
+
+constrained = lax.with_sharding_constraint
+
+
+class Case(NamedTuple):
+    """A program, the verdict on what it moves most, and the cause."""
+
+    function: Callable[..., Any]
+    shapes: tuple[tuple[int, ...], ...]
+    specs: tuple[P, ...]
+    result: P
+    verdict: str
+    line: str  # a part of the cause's line
+    origins: tuple[str, ...]  # each a part of an argument's path, or of a constraint's line
+    after: str = ""
+
+
+def batch_and_sequence_swapped(w: Array, x: Array) -> Array:
+    h = jnp.tanh(x @ w)
+    return jnp.sum(constrained(h, P(None, "data")))
+
+
+def height_and_width_swapped(images: Array) -> Array:
+    h = 2.0 * (images - jnp.mean(images, axis=-1, keepdims=True))
+    h = constrained(h, P("data", "seq", "model"))
+    return jax.nn.relu(h)
+
+
+def constrained_before(w: Array, table: Array, x: Array) -> Array:
+    h = constrained(x @ w, P("data"))
+    return jnp.tanh(h + table)
+
+
+def constrained_like_an_operand(x: Array, y: Array) -> Array:
+    h = x + y
+    return jnp.sum(constrained(2.0 * h, P("data")))
+
+
+ON_DATA, SECOND = P("data"), P(None, "data")
+CASES = [
+    Case(
+        batch_and_sequence_swapped, ((64, 128), (16, 32, 64)), (P(), ON_DATA), P(), "compiler",
+        'constrained(h, P(None, "data")', ("x", 'constrained(h, P(None, "data")'),
+    ),
+    Case(
+        height_and_width_swapped, ((16, 32, 32, 8),), (P("data", "model", "seq"),),
+        P("data", "seq", "model"), "compiler", "constrained(h", ("images", "constrained(h"),
+    ),
+    Case(
+        constrained_before, ((64, 512), (128, 512), (128, 64)), (P(), SECOND, ON_DATA), ON_DATA,
+        "asked", "h + table", ("table",),
+    ),
+    Case(
+        constrained_like_an_operand, ((64, 128), (64, 128)), (ON_DATA, SECOND), P(), "compiler",
+        "x + y", ("x", "y"),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.function.__name__)
+def test_the_cause_of_what_is_moved_most(case: Case):
+    shapes = [ShapeDtypeStruct(shape, "float32") for shape in case.shapes]
+    mesh = ft.make_mesh(data=2, model=2, seq=2)
+    ledger = ft.ledger(
+        case.function, *shapes, in_shardings=case.specs, out_shardings=case.result, mesh=mesh
+    )
+    moved = [one for one in ledger.collectives if one.kind != "all-reduce"]
+    largest = max(moved, key=lambda one: one.total)
+    cause = largest.cause
+    assert cause is not None
+    assert largest.verdict == case.verdict, cause
+    assert case.line in text_of(cause.source), cause
+    assert cause.after.startswith(case.after), cause
+    told = [f"{origin} {text_of(origin)}" for origin in cause.origins]
+    for wanted in case.origins:
+        assert any(wanted in text for text in told), (wanted, told)
