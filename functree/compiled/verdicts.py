@@ -31,6 +31,8 @@ _WRITTEN = frozenset({
 })  # fmt: skip
 _PRODUCTS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general"})
 _SUMS = ("all-reduce", "reduce-scatter")
+# StableHLO's operations that sum over a dimension.
+_SUMMING = ("convolution", "dot_general", "reduce")
 # Prefixes of operations that sum over a dimension, or index it.
 _REDUCTIONS = (
     "arg", "cum", "gather", "reduce", "scatter", "select_and_gather", "select_and_scatter", "split",
@@ -245,10 +247,11 @@ class Verdicts:
     def _cause(self, index: int, axes: set[str], reason: str) -> Cause:
         row = self._rows[index]
         operands = [self._rows[i] for i in row.operands if self._rows[i].shape]
+        earlier: Sequence[LaidOut] = ()
         if not reason:
-            row = self._constraint_after(index, axes)
+            row, earlier = self._constraint_after(index, axes), self._relaid_before(index, axes)
         origins = dict[str, None]()
-        for other in (*operands, row):
+        for other in (*operands, row, *earlier):
             origins |= dict.fromkeys(other.origins.values())
         if row.op == CONSTRAINT and row.source is not None:
             origins[row.source] = None
@@ -277,6 +280,21 @@ class Verdicts:
                 if sorted(later.shape) == sorted(row.shape):
                     return later
         return row
+
+    def _relaid_before(self, i: int, axes: set[str]) -> list[LaidOut]:
+        """Return the operands and the result of the nearest operation that relays mesh axes.
+
+        A disagreement between two layouts may be settled before the operation that combines the
+        arrays. The compiler may still move the other array instead.
+        """
+
+        def operands(j: int) -> Sequence[int]:
+            return () if self._rows[j].op in _SUMMING else self._rows[j].operands
+
+        for j in self._near(i, operands):
+            if operands(j) and self._relays(j, axes):
+                return [self._rows[k] for k in (*operands(j), j)]
+        return []
 
     def _near(self, i: int, neighbors: Callable[[int], Sequence[int]]) -> Iterator[int]:
         """Yield a row and the rows near it, by distance."""

@@ -52,6 +52,10 @@ def constrained_like_an_operand(x: Array, y: Array) -> Array:
     return jnp.sum(constrained(2.0 * h, P("data")))
 
 
+def looked_up_and_joined(table: Array, w: Array, ids: Array, features: Array) -> Array:
+    return jnp.concatenate([table[ids.astype(int)], features], axis=-1) @ w
+
+
 ON_DATA, SECOND = P("data"), P(None, "data")
 CASES = [
     Case(
@@ -69,6 +73,10 @@ CASES = [
     Case(
         constrained_like_an_operand, ((64, 128), (64, 128)), (ON_DATA, SECOND), P(), "compiler",
         "x + y", ("x", "y"),
+    ),
+    Case(
+        looked_up_and_joined, ((64, 32), (64, 16), (512,), (512, 32)),
+        (P(), P(), ON_DATA, P("model")), P("model"), "compiler", "table[ids", ("ids", "features"),
     ),
 ]  # fmt: skip
 
