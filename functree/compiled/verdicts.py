@@ -119,7 +119,10 @@ class Verdicts:
             return _OPAQUE
         if operation is not None and self._rows[operation].op == CONSTRAINT:
             return "a constraint requires it"
-        if primitive in _WRITTEN:
+        # JAX 0.12 names collectives after the operation that computes the array. If that is a
+        # constraint, a later operation may need the array in a different sharding.
+        is_before = operation is not None and primitive in ("reshard", CONSTRAINT)
+        if primitive in _WRITTEN and not is_before:
             return _OPAQUE
         if collective.kind == "collective-permute" and primitive.startswith(_SHIFTS):
             return "neighboring shards need each other's edges"
@@ -211,6 +214,11 @@ class Verdicts:
             if not users or self._rows[users[0]].op in _TURNS:
                 break
             reached = users[0]
+        # The compiler may gather an operand of a product instead of the product.
+        products = [] if named else [j for j in self._users[i] if self._rows[j].op == "dot_general"]
+        for j in chain(*(self._users[j] for j in products)):
+            if self._rows[j].op == CONSTRAINT and self._relays(j, axes):
+                return j
         return i if named or not self._users[i] else self._users[i][0]
 
     def _outside(self, i: int) -> int:

@@ -56,6 +56,16 @@ def looked_up_and_joined(table: Array, w: Array, ids: Array, features: Array) ->
     return jnp.concatenate([table[ids.astype(int)], features], axis=-1) @ w
 
 
+def gathered_after_a_product(w: Array, v: Array, x: Array) -> Array:
+    keys = constrained(x @ w, P("data"))
+    return jnp.einsum("bsd,btd->bst", x @ v, keys)
+
+
+def relaid_after_a_constraint(x: Array, y: Array) -> Array:
+    x = constrained(jax.nn.sigmoid(x), P("data"))
+    return x * y
+
+
 ON_DATA, SECOND = P("data"), P(None, "data")
 CASES = [
     Case(
@@ -77,6 +87,15 @@ CASES = [
     Case(
         looked_up_and_joined, ((64, 32), (64, 16), (512,), (512, 32)),
         (P(), P(), ON_DATA, P("model")), P("model"), "compiler", "table[ids", ("ids", "features"),
+    ),
+    Case(
+        gathered_after_a_product, ((32, 64), (32, 64), (16, 32, 32)),
+        (P(), P(), P("data", "seq")), P("data", "seq"), "asked", "constrained(x @ w",
+        ("x", "constrained(x @ w"),
+    ),
+    Case(
+        relaid_after_a_constraint, ((64, 128), (64, 128)), (ON_DATA, SECOND), SECOND, "compiler",
+        "x * y", ("x", "y"),
     ),
 ]  # fmt: skip
 

@@ -33,14 +33,9 @@ NO_ROW = {"neighbors-on-one-axis"}
 
 if jax.__version_info__ >= (0, 12):
     _RENAMED = "the compiler names it by an operation beside it, or not at all"
-    DISAGREEMENTS |= {
-        "attention-sequence-in-parts": (1, _RENAMED),
-        "contrastive": (1, _RENAMED),
-        "ensemble-other-axis": (2, _RENAMED),
-        "label-smoothing-with-swapped-names": (2, _RENAMED),
-    }
-    OTHER_OPERATIONS |= {"attention-sequence-in-parts", "clipped-as-one-vector", "contrastive"}
-    OTHER_ORIGINS |= {"attention-sequence-in-parts", "clipped-as-one-vector", "contrastive"}
+    DISAGREEMENTS |= {"contrastive": (1, _RENAMED)}
+    OTHER_OPERATIONS |= {"clipped-as-one-vector", "contrastive"}
+    OTHER_ORIGINS |= {"clipped-as-one-vector", "contrastive"}
     # This compiler partitions the transforms, and moves the scores for their product.
     NO_ROW = {"fourier-operator"}
 
