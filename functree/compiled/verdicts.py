@@ -152,6 +152,7 @@ class Verdicts:
     ) -> int | None:
         """Find the operation that a collective comes from; None if there is none."""
         axes = set(collective.mesh_axes or ())
+        keeps_size = collective.kind in ("all-to-all", "collective-permute")
 
         def takes(i: int) -> bool:
             return any(self._outside(j) in parameters for j in self._rows[i].operands)
@@ -163,7 +164,9 @@ class Verdicts:
                 serves = any(sorted(row.shape) == sorted(self._rows[p].shape) for p in parameters)
             relays = self._relays(i, axes)
             first = (serves, relays) if collective.kind in _SUMS else (relays, serves)
-            return row.name == name, *first, bool(row.operands)
+            sizes = [self._rows[j].bytes_of(self._sizes) for j in row.operands]
+            fits = keeps_size and collective.bytes in sizes
+            return row.name == name, *first, fits, bool(sizes)
 
         # Match by name alone if the compilation cache returned a program with different lines.
         places = self._by_place[collective.source, _primitive(name)] or self._by_name[name]
@@ -237,9 +240,12 @@ class Verdicts:
         """Return the mesh axes that shard a dimension of an operand, but not of the result."""
         relayed: set[str] = set()
         turns = row.op in _TURNS
-        for operand in (self._rows[j] for j in row.operands):
+        # A convolution does not move the dimensions of its first operand.
+        images = row.operands[:1] if row.op == "convolution" else ()
+        for j in row.operands:
+            operand = self._rows[j]
             relayed |= named_axes(operand.spec) - named_axes(row.spec)
-            if turns or operand.shape == row.shape:
+            if turns or j in images or operand.shape == row.shape:
                 relayed |= {axis for axis, _ in _places(operand, turns) - _places(row, turns)}
         return relayed
 

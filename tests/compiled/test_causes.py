@@ -1,5 +1,5 @@
-"""The operation that a cause names: a constraint that comes later, or an earlier
-operation."""
+"""The operation that a cause names: a constraint that comes later, an operation that comes earlier,
+and one of several operations on one line."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -66,6 +66,18 @@ def relaid_after_a_constraint(x: Array, y: Array) -> Array:
     return x * y
 
 
+def convolve(x: Array, kernel: Array) -> Array:
+    layout = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=layout)
+
+
+def convolved(first: Array, second: Array, x: Array, y: Array) -> Array:
+    def loss(second: Array) -> Array:
+        return jnp.mean((convolve(jnp.tanh(convolve(x, first)), second) - y) ** 2)
+
+    return jax.grad(loss)(second)
+
+
 ON_DATA, SECOND = P("data"), P(None, "data")
 CASES = [
     Case(
@@ -96,6 +108,11 @@ CASES = [
     Case(
         relaid_after_a_constraint, ((64, 128), (64, 128)), (ON_DATA, SECOND), SECOND, "compiler",
         "x * y", ("x", "y"),
+    ),
+    Case(
+        convolved, ((3, 3, 4, 32), (3, 3, 32, 4), (16, 32, 32, 4), (16, 32, 32, 4)),
+        (P(), P(), P("data", None, "seq"), P("data", "seq")), P(), "compiler",
+        "lax.conv_general_dilated", ("x", "y"), "f32[16/data, 32/seq, 32, 4]",
     ),
 ]  # fmt: skip
 

@@ -25,6 +25,7 @@ DISAGREEMENTS = {
     "time-major-constraint": (1, "a constraint asks for it, though its author did not mean it"),
 }
 # The programs whose cause is another operation than the label says.
+# The width reaches all layers, and the images are relaid for the last convolution.
 OTHER_OPERATIONS = {"unet-width-for-height"}
 # Those whose cause lacks an origin.
 OTHER_ORIGINS = set[str]()
