@@ -152,21 +152,9 @@ class Verdicts:
     ) -> int | None:
         """Find the operation that a collective comes from; None if there is none."""
         axes = set(collective.mesh_axes or ())
-        keeps_size = collective.kind in ("all-to-all", "collective-permute")
-
-        def takes(i: int) -> bool:
-            return any(self._outside(j) in parameters for j in self._rows[i].operands)
 
         def fit(i: int) -> tuple[bool, ...]:
-            row = self._rows[i]
-            serves = takes(i)
-            if collective.moves == "gradient":
-                serves = any(sorted(row.shape) == sorted(self._rows[p].shape) for p in parameters)
-            relays = self._relays(i, axes)
-            first = (serves, relays) if collective.kind in _SUMS else (relays, serves)
-            sizes = [self._rows[j].bytes_of(self._sizes) for j in row.operands]
-            fits = keeps_size and collective.bytes in sizes
-            return row.name == name, *first, fits, bool(sizes)
+            return self._fit(i, collective, name, parameters)
 
         # Match by name alone if the compilation cache returned a program with different lines.
         places = self._by_place[collective.source, _primitive(name)] or self._by_name[name]
@@ -178,9 +166,10 @@ class Verdicts:
             # A collective without an operation moves arguments or results.
             places = self._results
         ranked = sorted(places, key=fit, reverse=True)
-        if collective.moves == "itself" and parameters and not (ranked and takes(ranked[0])):
-            # The operation that needs the array comes later.
-            return self._reached(min(parameters), axes, named=False)
+        if collective.moves == "itself" and parameters:
+            if not ranked or not self._takes(ranked[0], parameters):
+                # The operation that needs the array comes later.
+                return self._reached(min(parameters), axes, named=False)
         if not ranked:
             return None
         if collective.kind in _SUMS:
@@ -192,6 +181,24 @@ class Verdicts:
                 if reached != i or self._relays(i, axes):
                     return reached
         return ranked[0]
+
+    def _fit(
+        self, i: int, collective: Collective, name: str, parameters: Sequence[int]
+    ) -> tuple[bool, ...]:
+        """Return a key that is greater, the better an operation fits a collective."""
+        row, serves = self._rows[i], self._takes(i, parameters)
+        if collective.moves == "gradient":
+            serves = any(sorted(row.shape) == sorted(self._rows[p].shape) for p in parameters)
+        relays = self._relays(i, set(collective.mesh_axes or ()))
+        first = (serves, relays) if collective.kind in _SUMS else (relays, serves)
+        sizes: list[int] = []
+        if collective.kind in ("all-to-all", "collective-permute"):  # these keep an array's size
+            sizes = [self._rows[j].bytes_of(self._sizes) for j in row.operands]
+        return row.name == name, *first, collective.bytes in sizes, bool(row.operands)
+
+    def _takes(self, i: int, parameters: Sequence[int]) -> bool:
+        """Return whether an operand is one of the parameters."""
+        return any(self._outside(j) in parameters for j in self._rows[i].operands)
 
     def _reached(self, i: int, axes: set[str], named: bool) -> int:
         """Find the operation that needs an operation's result in a different sharding.
