@@ -79,8 +79,8 @@ from functree.report.diff import Change as Change
 from functree.report.diff import Diff as Diff
 from functree.state.ema import averaged as averaged
 from functree.state.ema import with_ema as with_ema
-from functree.state.refs import StateRef as StateRef
 from functree.state.state import State as State
+from functree.state.state import StateRef as StateRef
 from functree.state.state import make_state as make_state
 from functree.state.train import TrainState as TrainState
 from functree.state.train import apply_gradients as apply_gradients

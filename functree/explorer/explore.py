@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.tree_util import tree_leaves
 
 from functree.argument_checks import FLAG, FUNCTION, MAPPING, SIZE, TEXT, Takes, check
-from functree.calls.out_of_memory import SMALLER
+from functree.calls.stages import SMALLER
 from functree.compiled.flops import count_flops
 from functree.devices.make_mesh import make_mesh
 from functree.devices.meshes import mesh_view

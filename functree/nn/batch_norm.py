@@ -22,8 +22,7 @@ from functree.argument_checks import (
 )
 from functree.errors import FunctreeValueError
 from functree.nn.weights import accumulator, affine, broadcast_like, named_axes
-from functree.state.refs import StateRef
-from functree.state.state import STATE, State
+from functree.state.state import STATE, State, StateRef
 from functree.tree.axes import Axes, Names, names
 
 AxisNames = Annotated[

@@ -25,8 +25,7 @@ from functree.layout.layout import LayoutTree
 from functree.layout.plan.notebook import ShownByPlan, current_plan, short_text
 from functree.layout.plan_optimizer import nothing_to_train, plan_optimizer, select_trained
 from functree.placing.shard import shard
-from functree.state.refs import StateRef, strong
-from functree.state.state import State, apart, place_state
+from functree.state.state import State, StateRef, apart, place_state, strong
 from functree.tree.arrays import AnyArray, Tree, array_text
 from functree.tree.interfaces import TrainingState
 from functree.tree.nodes import children, rebuilt

@@ -18,7 +18,7 @@ import pytest
 from jaxtyping import Array, Float, Int
 
 import functree as ft
-from functree.calls.out_of_memory import SMALLER
+from functree.calls.stages import SMALLER
 from functree.compiled.flops import count_flops
 from functree.devices.targets import Target, target_devices
 from functree.nn.attention.attend import attend

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 import functree as ft
-from functree.layout.plan.page import MOST_LINES
+from functree.layout.plan.text import MOST_LINES
 from tests.lib.meshes import SIZES
 
 P = PartitionSpec

@@ -25,9 +25,9 @@ from functree.errors import (
 from functree.labels.leaf import Leaf
 from functree.layout.decision import Decision, apply_spec, refuse, whole
 from functree.layout.layout import Layout
-from functree.layout.plan.page import PlanPage
 from functree.layout.plan.text import (
     AxisSizes,
+    PlanPage,
     Row,
     axis_sizes,
     per_device,
