@@ -293,7 +293,8 @@ def _run_stage(plan: _Plan, x: Tree, run: Callable[[Tree, Int[Array, ""]], Tree]
     # Activations are typed as varying from the start, since a scan's carry must keep its type.
     batches = jax.tree.map(lambda leaf: varying_over(plan.split(leaf), plan.axes), x)
 
-    def tick(arriving: Tree, i: Int[Array, ""]) -> tuple[Tree, Tree]:
+    def tick(carry: tuple[Tree, Tree], i: Int[Array, ""]) -> tuple[tuple[Tree, Tree], None]:
+        arriving, results = carry
         # Before its first micro-batch and after its last, a stage's result is not used. The stage
         # still computes with real values, since zeros might lead to NaN in results and gradients.
         microbatch = jnp.clip(i - number, 0, plan.microbatches - 1)
@@ -303,15 +304,22 @@ def _run_stage(plan: _Plan, x: Tree, run: Callable[[Tree, Int[Array, ""]], Tree]
             arriving,
         )
         y = run(inputs, microbatch)
-        return jax.tree.map(lambda leaf: jax.lax.ppermute(leaf, plan.stages, to_next), y), y
+        # Only the results of the last stage are used. Its results from before its first micro-batch
+        # are overwritten.
+        results = jax.tree.map(
+            lambda all, new: jax.lax.dynamic_update_index_in_dim(all, new, microbatch, 0),
+            results,
+            y,
+        )
+        passed = jax.tree.map(lambda leaf: jax.lax.ppermute(leaf, plan.stages, to_next), y)
+        return (passed, results), None
 
     first = jax.tree.map(lambda leaf: leaf[0], batches)
-    _, results = jax.lax.scan(tick, first, jnp.arange(plan.microbatches + stages - 1))
+    start = first, jax.tree.map(jnp.zeros_like, batches)
+    (_, results), _ = jax.lax.scan(tick, start, jnp.arange(plan.microbatches + stages - 1))
 
     def of_last(leaf: Array) -> Array:
-        # The last stage gets its first micro-batch in tick `stages - 1`.
-        results = jnp.where(number == stages - 1, leaf[stages - 1 :], 0)
-        last = jax.lax.psum(results, plan.stages)
+        last = jax.lax.psum(jnp.where(number == stages - 1, leaf, 0), plan.stages)
         return last.swapaxes(0, 1).reshape(-1, *last.shape[2:])  # the inverse of `split`
 
     return jax.tree.map(of_last, results)
