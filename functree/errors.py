@@ -347,4 +347,6 @@ def nearest(name: object, known: Iterable[object], most: int, *, cutoff: float =
         most: the maximum number of names in the result.
         cutoff: the minimum similarity, from 0 to 1, where 1 means equal.
     """
-    return difflib.get_close_matches(str(name), list(map(str, known)), n=most, cutoff=cutoff)
+    # One part of a layout may know a name that another part lacks.
+    others = [text for text in map(str, known) if text != str(name)]
+    return difflib.get_close_matches(str(name), others, n=most, cutoff=cutoff)

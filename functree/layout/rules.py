@@ -164,9 +164,6 @@ class AxisRules(Layout):
         """Apply Linen's algorithm to the dimensions that are still unsharded."""
         dimensions, faults = list(start.dimensions), list(start.faults)
         applied: dict[int, Rule] = {}  # the rule that applied to each dimension
-        owner: dict[str, int] = {}  # the dimension that each mesh axis shards
-        for dim, dimension in enumerate(dimensions):
-            owner.update(dict.fromkeys(dimension.mesh_axes, dim))
         # The outer loop is over rules: if two axes compete for a mesh axis, the earlier rule wins.
         for rule in self.table:
             for dim, name in enumerate(leaf.axes):
@@ -174,7 +171,10 @@ class AxisRules(Layout):
                     continue
                 # A mesh axis that shards another dimension blocks the rule. Mesh axes that already
                 # shard this dimension do not, since the rule may name the same mesh axes.
-                if any(owner.get(axis, dim) != dim for axis in rule.mesh_axes):
+                used: set[str] = set()
+                for other in (*dimensions[:dim], *dimensions[dim + 1 :]):
+                    used.update(other.mesh_axes)
+                if not used.isdisjoint(rule.mesh_axes):
                     continue
                 applied[dim] = rule
                 have, source = dimensions[dim].mesh_axes, Source(("rule", rule), is_rule=True)
@@ -187,21 +187,19 @@ class AxisRules(Layout):
                 # messages name the rule.
                 split = dimensions[dim]._replace(mesh_axes=rule.mesh_axes, source=source)
                 dimensions[dim] = split
-                owner.update(dict.fromkeys(rule.mesh_axes, dim))
         for dim, name in enumerate(leaf.axes):
             if name is None or dim in applied:
                 dimensions[dim] = dimensions[dim]._replace(named=Named.DECIDED, blocked=None)
             else:
-                dimensions[dim] = self._named(leaf, name, dimensions[dim], owner)
+                dimensions[dim] = self._named(leaf, name, dim, dimensions)
         reasons, parts = start.reasons, _reason(leaf, start, applied, self.closed)
         if parts:
             reasons = (*reasons, parts)
         return start._replace(dimensions=tuple(dimensions), faults=tuple(faults), reasons=reasons)
 
-    def _named(
-        self, leaf: Leaf, name: str, dimension: Dimension, owner: Mapping[str, int]
-    ) -> Dimension:
+    def _named(self, leaf: Leaf, name: str, dim: int, dimensions: Sequence[Dimension]) -> Dimension:
         """Return a dimension to which no rule applied, with the state of its name."""
+        dimension = dimensions[dim]
         if name not in self.mentioned:
             named = Named.CLOSED if self.closed else Named.MISSING
             blocked = None if self.closed else dimension.blocked
@@ -211,13 +209,18 @@ class AxisRules(Layout):
         if dimension.named is Named.DECIDED:
             return dimension
         # No earlier layout left the dimension unsharded on purpose.
-        return dimension._replace(named=Named.DECIDED, blocked=self._blocked(leaf, name, owner))
+        return dimension._replace(
+            named=Named.DECIDED, blocked=self._blocked(leaf, name, dimensions)
+        )
 
-    def _blocked(self, leaf: Leaf, name: str, owner: Mapping[str, int]) -> Fault:
+    def _blocked(self, leaf: Leaf, name: str, dimensions: Sequence[Dimension]) -> Fault:
         """Return the fault for an axis whose rules all name mesh axes that shard other dimensions.
 
         An axis without a `None` rule is never left unsharded silently.
         """
+        owner: dict[str, int] = {}  # the dimension that each mesh axis shards
+        for dim, dimension in enumerate(dimensions):
+            owner.update(dict.fromkeys(dimension.mesh_axes, dim))
         wanted: list[str] = []
         for rule in self.table:
             if rule.name == name:

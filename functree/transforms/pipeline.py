@@ -250,8 +250,8 @@ def pipeline(
 
         return _run_stage(plan, x, run)
 
-    rows, layer, whole = (PartitionSpec(entry(axes)) for axes in (plan.batch, stages, ()))
-    specs = rows, layer, [rows if i in divided else whole for i in range(len(args))]
+    rows, layer = PartitionSpec(entry(plan.batch)), PartitionSpec(entry(stages))
+    specs = rows, layer, [rows if i in divided else PartitionSpec() for i in range(len(args))]
     mapped = jax.shard_map(stage, in_specs=specs, out_specs=rows, axis_names=_manual(plan))
     given = jax.tree.map(
         lambda spec, tree: jax.tree.map(partial(_placed, plan, spec), tree),

@@ -143,10 +143,14 @@ def _constrain_annotated(leaves: Leaves) -> Tree:
 
     A spec in an annotation overrides the axes.
     """
-    values = {leaf.path: leaf.value for leaf in leaves.leaves}
-    for leaf, _ in _annotated(leaves.leaves):
-        values[leaf.path] = constrain(leaf.value, leaf.axes if leaf.spec is None else leaf.spec)
-    return leaves.skeleton.fill(list(values.values()))
+    annotated = {id(leaf) for leaf, _ in _annotated(leaves.leaves)}
+    values: list[Tree] = []
+    for leaf in leaves.leaves:
+        value = leaf.value
+        if id(leaf) in annotated:
+            value = constrain(value, leaf.axes if leaf.spec is None else leaf.spec)
+        values.append(value)
+    return leaves.skeleton.fill(values)
 
 
 def _check_shardings(name: str, leaves: Leaves) -> None:
@@ -327,7 +331,10 @@ def _other_value(sizes: Sizes, dim: Dim, size: int) -> str | None:
     try:
         # jaxtyping evaluates the expression in the same way. The text is the user's own annotation,
         # not data.
-        wanted = eval(dim.body, dict(_BUILTINS), single)
+        if dim.body.isdigit():  # Python cannot evaluate leading zeros
+            wanted = int(dim.body)
+        else:
+            wanted = eval(dim.body, dict(_BUILTINS), single)
     except UNREADABLE as error:
         return f"`{dim.body}` cannot be evaluated: {error}"
     if wanted == size:

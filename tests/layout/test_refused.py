@@ -87,6 +87,14 @@ REFUSED: dict[str, tuple[Any, Any, list[str]]] = {
     "a name without a rule": (EH, ft.AxisRules({"embed": None, "hiden": "model"}), [
         "w: no rule names `hidden`; did you mean the rule for `hiden`?",
     ]),
+    "a name that only another branch names": (
+        {"a": EH, "b": EH},
+        ft.StateSharding({"a.**": ft.AxisRules({"embed": None, "hidden": None}), ...: ft.AxisRules({"embed": None})}),
+        ["b.w: no rule names `hidden`"],
+    ),
+    "a mesh axis twice before rules": (EH, P("model", "model") | ft.AxisRules([("hidden", "model"), ("hidden", None), ("embed", None)]), [
+        "w: mesh axis `model` is used twice, the second time by P('model', 'model') for \"hidden\"",
+    ]),
     "a name behind FSDP, otherwise": (module("embed hidden", 3, 8), ft.AxisRules({"hidden": "model"}) | ft.FSDP("data", min_size=0, otherwise=P()), [
         "w: no rule names `embed`",
     ]),

@@ -73,8 +73,8 @@ def assert_close(found: Any, wanted: Any, tolerance: float = 1e-4) -> None:
 def loss(given: Any, scales: Any, pieces: int | None, remat: Any) -> Any:
     layers, x = given
     x = ft.constrain(x, "batch embed") if pieces else x
-    # By name, with a text among what is shared.
-    shift = jnp.full((1, EMBED), 0.25)
+    # By name, with a text and a scalar among what is shared.
+    shift = jnp.float32(0.25)
     y = layers.scan(x, scales, shift, "a text", remat=remat, microbatches=pieces, divided=(0,))
     return (y**2).sum()
 

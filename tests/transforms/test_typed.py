@@ -57,6 +57,16 @@ def test_given_axes_are_told_by_their_names():
         f(jnp.ones(3), jnp.ones((2, 1, 5)))
 
 
+def test_sizes_with_leading_zeros():
+    @ft.typed
+    def f(x: Float[Array, "08 n=007"]) -> None:
+        pass
+
+    f(jnp.ones((8, 7)))
+    with raises('"n=007" requires size 7, but the size is 6'):
+        f(jnp.ones((8, 6)))
+
+
 def test_the_result_is_in_the_same_scope():
     @typed
     def f(x: Float[Array, "batch embed"]) -> tuple[Float[Array, "batch"], str]:

@@ -164,11 +164,11 @@ def accumulate(
         )
 
     @functools.wraps(fn)
-    def in_micro_batches(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+    def accumulated(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         return averaged(Call.of(function, args, kwargs), number, axes)
 
     # `ft.jit` warns about replicated arrays.
-    return compiled_once(in_micro_batches, jit)
+    return compiled_once(accumulated, jit)
 
 
 def names(given: _Names) -> tuple[str, ...]:
