@@ -21,6 +21,7 @@ from jax.extend.mlir import ir, passmanager
 from jax.sharding import PartitionSpec
 from jax.stages import Lowered
 
+from functree.compiled.garbage import without_collector
 from functree.compiled.sources import lines_of, source_end
 from functree.devices.specs import entry, mesh_axes, named_axes, of_rank
 from functree.errors import FunctreeError
@@ -43,6 +44,8 @@ _MOVING = (
 _ENTERED = ("stablehlo.while", "stablehlo.case", "stablehlo.optimization_barrier")
 
 _SHARD_MAP = "sdy.manual_computation"
+# The operations that users give shardings.
+_GIVING = ("sdy.sharding_constraint", _SHARD_MAP)
 # Shardy propagates shardings through all other operations first.
 _PASS_LATER = frozenset({
     "concatenate", "convolution", "custom_call", "dot_general", "fft", "gather", "pad", "reduce",
@@ -67,6 +70,14 @@ class Frame(NamedTuple):
     column: int
     end_line: int
     end_column: int
+
+
+class _Place(NamedTuple):
+    """The content of a location: JAX's name for an operation, and its source line with the code."""
+
+    name: str
+    source: str | None
+    expression: str
 
 
 class LaidOut(NamedTuple):
@@ -121,6 +132,7 @@ class LaidOut(NamedTuple):
         return ", ".join(f"{axis} by {source_end(by)}" for axis, by in others)
 
 
+@without_collector()
 def laid_out(
     lowered: Lowered, results: Sequence[str] | None = None
 ) -> tuple[tuple[LaidOut, ...], dict[str, int]]:
@@ -170,7 +182,10 @@ def _propagated(
         main = functions["main"]
         _inline(main, functions)
         given = _given_shardings(main)
-        _record_written(main)
+        results = main.attributes["res_attrs"] if "res_attrs" in main.attributes else ()
+        main.attributes[_WRITTEN] = ir.ArrayAttr.get(
+            [ir.StringAttr.get(_sharding(attributes)) for attributes in results]
+        )
         with _known_passes():
             manager = passmanager.PassManager.parse(f"builtin.module({passes})")
             manager.enable_verifier(False)  # saves a third of the time
@@ -238,19 +253,14 @@ def _inside(outer: Any) -> Iterator[Any]:
                 yield operation.operation
 
 
-def _all_inside(outer: Any) -> Iterator[Any]:
-    """Yield the operations inside an operation, at all depths."""
-    for operation in _inside(outer):
-        yield operation
-        yield from _all_inside(operation)
-
-
 def _inline(outer: Any, functions: dict[str, Any]) -> None:
-    """Replace calls with the operations of the called functions.
+    """Replace calls with the operations of the called functions, and record written shardings.
 
     MLIR's own pass does not inline calls inside loops.
     """
     for operation in _inside(outer):
+        if operation.name in _GIVING:
+            operation.attributes[_WRITTEN] = ir.StringAttr.get(_written(operation.attributes))
         if operation.name != "func.call":
             _inline(operation, functions)
             continue
@@ -276,16 +286,6 @@ def _given_shardings(main: Any) -> set[Any]:
     return {argument for argument, attributes in arguments if _sharding(attributes)}
 
 
-def _record_written(main: Any) -> None:
-    """Record a program's shardings before propagation, which adds mesh axes to them."""
-    for operation in _all_inside(main):
-        if operation.name in (f"sdy.{CONSTRAINT}", _SHARD_MAP):
-            operation.attributes[_WRITTEN] = ir.StringAttr.get(_written(operation.attributes))
-    results = main.attributes["res_attrs"] if "res_attrs" in main.attributes else ()
-    texts = [ir.StringAttr.get(_sharding(attributes)) for attributes in results]
-    main.attributes[_WRITTEN] = ir.ArrayAttr.get(texts)
-
-
 def _written(attributes: Any) -> str:
     names = ("sharding", "in_shardings", "out_shardings")
     return " ".join(_text(attributes[name]) for name in names if name in attributes)
@@ -294,6 +294,12 @@ def _written(attributes: Any) -> str:
 def _is_array(value: Any) -> bool:
     """Return whether a value is an array, and not a token, which orders effects."""
     return isinstance(value.type, ir.RankedTensorType)
+
+
+def _last(region: Any) -> Any:
+    """Return the last operation of a region, which returns its results."""
+    operations = region.blocks[0].operations
+    return operations[len(operations) - 1].operation
 
 
 def _arguments(operation: Any) -> Sequence[Any]:
@@ -314,6 +320,7 @@ class _Reader:
 
     def __init__(self) -> None:
         self._rows: list[LaidOut] = []
+        self._origins: list[dict[str, str]] = []  # of each row
         self._indices: dict[Any, int] = {}  # of each value's row
         # One entry for each mesh axis of a given sharding: the row, the axis and the origin's name.
         self._given: list[tuple[int, str, str]] = []
@@ -322,7 +329,11 @@ class _Reader:
         # The members of each sharding group, which `ft.grad` and `shard_alike` create.
         self._groups: dict[int, list[int]] = {}
         self._typed: set[int] = set()  # rows that JAX constrains to their types, on Explicit axes
-        self._frames: dict[Any, tuple[Frame, ...]] = {}
+        # A program has many operations, but few different locations, types and shardings. MLIR
+        # stores each of them once, so reading each once is enough.
+        self._places: dict[Any, _Place] = {}
+        self._types: dict[Any, tuple[tuple[int, ...], str]] = {}
+        self._specs: dict[Any, list[str]] = {}
 
     def rows_of(
         self, function: Any, results: Sequence[str] | None, given: Collection[Any]
@@ -336,15 +347,13 @@ class _Reader:
             if not _is_array(value):
                 continue
             spec = _sharding(attributes)
-            self._add(value, ARGUMENT, value.location, spec, ())
+            self._add(value, ARGUMENT, self._place(value.location), spec, ())
             if value in given:
                 self._give(len(self._rows) - 1, spec, self._rows[-1].name)
         self._read_inside(function)
         self._read_results(function, results)
-        origins = self._origins()
-        return tuple(
-            row._replace(origins=each) for row, each in zip(self._rows, origins, strict=True)
-        )
+        self._trace_origins()
+        return tuple(self._rows)
 
     def _give(self, row: int, text: str, name: str) -> None:
         """Record that a row has a given sharding, and the name of the sharding's origin."""
@@ -352,7 +361,7 @@ class _Reader:
         self._given += [(row, axis, name) for axis in axes]
 
     def _read_results(self, function: Any, names: Sequence[str] | None) -> None:
-        *_, last = _inside(function)
+        last = _last(function.regions[0])
         arrays = [(i, value) for i, value in enumerate(last.operands) if _is_array(value)]
         attributes = function.attributes["res_attrs"] if arrays else ()
         written = [text.value for text in function.attributes[_WRITTEN]]
@@ -364,14 +373,12 @@ class _Reader:
             spec = _sharding(attributes[i])
             if spec and index is not None:
                 # The value's own location is where the program was lowered.
-                self._add(value, RESULT, ir.Location.unknown(), spec, (index,))
-                source = self._rows[index].source
-                row = self._rows[-1]._replace(name=name, expression=name, source=source)
-                self._rows[-1] = row
+                place = _Place(name, self._rows[index].source, name)
+                self._add(value, RESULT, place, spec, (index,))
                 if index not in self._typed:
                     self._give(len(self._rows) - 1, written[i], name)
 
-    def _origins(self) -> list[dict[str, str]]:
+    def _trace_origins(self) -> None:
         """Trace each mesh axis of each row back to the nearest given sharding that contains it.
 
         Shardy visits operations in program order. A sharding reaches the results of later
@@ -414,11 +421,9 @@ class _Reader:
                         heappush(waiting, (phase, sweep + late, other, source))
                     else:
                         heappush(waiting, (needed, 0, other, source))
-        return [
-            {part: named.get(_whole(part)) or row.source or row.name for part in parts}
-            for row, named in zip(self._rows, origins, strict=True)
-            for parts in [sorted(named_axes(row.spec))]
-        ]
+        for row, known, named in zip(self._rows, self._origins, origins, strict=True):
+            for part in _parts(row.spec):
+                known[part] = named.get(_whole(part)) or row.source or row.name
 
     def _moves_dimensions(self, linked: Sequence[int], here: int, there: int) -> bool:
         """Return whether a dimension may have a different position in each of two linked rows."""
@@ -441,118 +446,130 @@ class _Reader:
 
     def _read_inside(self, around: Any) -> None:
         for operation in _inside(around):
-            if operation.name == f"sdy.{CONSTRAINT}" and self._is_type(operation):
+            op = operation.name
+            if op == "sdy.constant":
                 continue
-            if operation.name == "sdy.sharding_group":
+            if op == f"sdy.{CONSTRAINT}" and self._is_type(operation):
+                continue
+            if op == "sdy.sharding_group":
                 members = self._groups.setdefault(operation.attributes["group_id"].value, [])
                 if operation.operands[0] in self._indices:
                     members.append(self._indices[operation.operands[0]])
-            if operation.results and operation.name != "sdy.constant":
-                self._read(operation)
+            self._read(operation, op)
+            if op in _ENTERED:
+                self._read_regions(operation)
 
     def _is_type(self, constraint: Any) -> bool:
         """Return whether JAX added a constraint for a value's type, as on Explicit axes."""
         known = self._indices.get(constraint.operands[0])
         if known is None or self._rows[known].op == CONSTRAINT:
             return False
-        if self._rows[known].name != _name(constraint.location):
+        if self._rows[known].name != self._place(constraint.location).name:
             return False
         self._indices[constraint.results[0]] = known
         self._typed.add(known)
         return True
 
-    def _read(self, operation: Any) -> None:
-        """Read the results of an operation, and the operations inside it."""
-        attributes, is_loop = operation.attributes, operation.name in _ENTERED
-        operands = [self._indices[x] for x in operation.operands if x in self._indices]
-        specs = _texts(attributes, _SPEC, "sdy.sharding", "sharding", "out_shardings")
-        for i, value in enumerate(operation.results):
+    def _read(self, operation: Any, op: str) -> None:
+        """Read the results of an operation."""
+        attributes, results = operation.attributes, list(operation.results)
+        indices = list(map(self._indices.get, operation.operands))
+        # A loop carry depends on its initial value.
+        carries = op in _ENTERED and len(indices) == len(results) > 1
+        specs = self._specs_of(attributes)
+        for i, value in enumerate(results):
             if not _is_array(value):
                 continue
-            # A loop carry depends on its initial value.
-            many = len(operation.operands) == len(operation.results) > 1
-            taken = [self._indices.get(operation.operands[i], -1)] if is_loop and many else operands
-            made_of = tuple(x for x in taken if x >= 0)
+            taken = indices[i : i + 1] if carries else indices
+            made_of = tuple(x for x in taken if x is not None)
             spec = specs[i] if i < len(specs) else ""
-            self._add(value, operation.name, operation.location, spec, made_of)
-            if _WRITTEN in attributes:
+            self._add(value, op, self._place(operation.location), spec, made_of)
+            if op in _GIVING and _WRITTEN in attributes:
                 by = self._rows[-1].source or self._rows[-1].name
                 # A `shard_map` also shards its operands.
-                operands = made_of if operation.name == _SHARD_MAP else ()
+                operands = made_of if op == _SHARD_MAP else ()
                 for row in (self._indices[value], *operands):
                     self._give(row, attributes[_WRITTEN].value, by)
-        if is_loop:
-            # A loop carry is sharded like the loop's result.
-            for region in operation.regions:
-                for inner, outer in zip(
-                    region.blocks[0].arguments, operation.results, strict=False
-                ):
-                    if outer in self._indices:
-                        self._indices[inner] = self._indices[outer]
-            self._read_inside(operation)
-            # The values that the region returns are sharded like the result, too. A loop's
-            # condition returns a scalar.
-            for region in operation.regions:
-                *_, last = region.blocks[0].operations
-                for inner, outer in zip(last.operands, operation.results, strict=False):
-                    if inner in self._indices and outer in self._indices:
-                        self._linked.append((self._indices[outer], self._indices[inner]))
+
+    def _read_regions(self, loop: Any) -> None:
+        """Read the operations inside a loop, or inside another operation that contains arrays."""
+        # A loop carry is sharded like the loop's result.
+        for region in loop.regions:
+            for inner, outer in zip(region.blocks[0].arguments, loop.results, strict=False):
+                if outer in self._indices:
+                    self._indices[inner] = self._indices[outer]
+        self._read_inside(loop)
+        # The values that the region returns are sharded like the result, too. A loop's condition
+        # returns a scalar.
+        for region in loop.regions:
+            for inner, outer in zip(_last(region).operands, loop.results, strict=False):
+                if inner in self._indices and outer in self._indices:
+                    self._linked.append((self._indices[outer], self._indices[inner]))
 
     def _add(
-        self,
-        value: Any,
-        op: str,
-        location: Any,
-        spec: str,
-        operands: tuple[int, ...],
+        self, value: Any, op: str, place: _Place, spec: str, operands: tuple[int, ...]
     ) -> None:
-        self._indices[value] = len(self._rows)
-        frames, name = self._frames_of(location), _name(location)
-        lines = lines_of(frame[:2] for frame in frames)
-        source, expression = None, name
-        if lines is not None:
-            source, expression = lines.source, _expression(frames, lines.source)
-        shape = tuple(value.type.shape)
-        self._linked.append((len(self._rows), *operands))
-        self._rows.append(
-            LaidOut(
-                op.rpartition(".")[2],
-                source,
-                expression,
-                shape,
-                str(value.type.element_type),
-                _spec(spec, len(shape)),
-                {},
-                name,
-                operands,
-            )
-        )
-
-    def _frames_of(self, location: Any) -> tuple[Frame, ...]:
-        """Return the frames of a location, innermost first."""
-        # Most operations share their outer frames, and equal locations share one attribute.
-        known = self._frames.get(location.attr)
+        kind = value.type
+        known = self._types.get(kind)
         if known is None:
-            known = self._frames[location.attr] = self._read_frames(location)
+            known = self._types[kind] = tuple(kind.shape), str(kind.element_type)
+        shape, dtype = known
+        origins: dict[str, str] = {}
+        row = LaidOut(
+            op.rpartition(".")[2],
+            place.source,
+            place.expression,
+            shape,
+            dtype,
+            _spec(spec, len(shape)),
+            origins,
+            place.name,
+            operands,
+        )
+        self._indices[value] = len(self._rows)
+        self._linked.append((len(self._rows), *operands))
+        self._rows.append(row)
+        self._origins.append(origins)
+
+    def _specs_of(self, attributes: Any) -> list[str]:
+        """Return the text of each result's spec, from the first of these attributes that exists."""
+        for name in ("sdy.sharding", "sharding", "out_shardings"):
+            if name in attributes:
+                attribute = attributes[name]
+                if attribute not in self._specs:
+                    self._specs[attribute] = _SPEC.findall(_text(attribute))
+                return self._specs[attribute]
+        return []
+
+    def _place(self, location: Any) -> _Place:
+        attribute = location.attr
+        known = self._places.get(attribute)
+        if known is None:
+            frames, name = list(_frames(location)), _name(location)
+            lines = lines_of(frame[:2] for frame in frames)
+            known = _Place(name, None, name)
+            if lines is not None:
+                known = _Place(name, lines.source, _expression(frames, lines.source))
+            self._places[attribute] = known
         return known
 
-    def _read_frames(self, location: Any) -> tuple[Frame, ...]:
-        if isinstance(location, ir.NameLoc):
-            return self._frames_of(location.child_loc)
-        if isinstance(location, ir.CallSiteLoc):
-            return self._frames_of(location.callee) + self._frames_of(location.caller)
-        if isinstance(location, ir.FileLineColLoc):
-            return (
-                Frame(
-                    location.filename,
-                    location.start_line,
-                    # MLIR counts columns from 1, but JAX passes Python's columns.
-                    location.start_col,
-                    location.end_line,
-                    location.end_col,
-                ),
-            )
-        return ()
+
+def _frames(location: Any) -> Iterator[Frame]:
+    """Yield the frames of a location, innermost first."""
+    if isinstance(location, ir.NameLoc):
+        yield from _frames(location.child_loc)
+    elif isinstance(location, ir.CallSiteLoc):
+        yield from _frames(location.callee)
+        yield from _frames(location.caller)
+    elif isinstance(location, ir.FileLineColLoc):
+        # MLIR counts columns from 1, but JAX passes Python's columns.
+        yield Frame(
+            location.filename,
+            location.start_line,
+            location.start_col,
+            location.end_line,
+            location.end_col,
+        )
 
 
 _SIZE = re.compile(r'"([^"]+)"=(\d+)')
@@ -579,14 +596,6 @@ def _sharding(attributes: Any) -> str:
     return texts[0] if texts else ""
 
 
-def _texts(attributes: Any, each: re.Pattern[str], *names: str) -> list[str]:
-    """Return the text for each result, from the first of these attributes that exists."""
-    for name in names:
-        if name in attributes:
-            return each.findall(_text(attributes[name]))
-    return []
-
-
 @cache
 def _spec(text: str, ndim: int) -> PartitionSpec:
     """Parse a spec. The text of a value without a sharding is empty, so the spec is padded."""
@@ -597,6 +606,13 @@ def _spec(text: str, ndim: int) -> PartitionSpec:
     return of_rank(PartitionSpec(*entries), ndim)
 
 
+@cache
+def _parts(spec: PartitionSpec) -> list[str]:
+    """Return the mesh axes that a spec names, or parts of them, in alphabetical order."""
+    return sorted(named_axes(spec))
+
+
+@cache
 def _dimensions(spec: PartitionSpec) -> dict[str, int]:
     """Return the dimension that each mesh axis, or a part of it, shards."""
     return {_whole(part): i for i, axes in enumerate(spec.partitions) for part in mesh_axes(axes)}
