@@ -184,6 +184,8 @@ def named(layouts: Layouts, parameters: Sequence[Path]) -> Layouts | None:
     if len(old) != len(parameters):
         return None
     new = dict(zip(old, map(str, parameters), strict=True))
+    if all(name == by for name, by in new.items()):
+        return layouts
     rows: list[LaidOut] = []
     for i, row in enumerate(layouts.rows):
         origins = {axis: new.get(by, by) for axis, by in row.origins.items()}

@@ -31,6 +31,8 @@ _WRITTEN = frozenset({
 })  # fmt: skip
 _PRODUCTS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general"})
 _SUMS = ("all-reduce", "reduce-scatter")
+# These collectives keep the size of an array.
+_SAME_SIZE = ("all-to-all", "collective-permute")
 # StableHLO's operations that sum over a dimension.
 _SUMMING = ("convolution", "dot_general", "reduce")
 # Prefixes of operations that sum over a dimension, or index it.
@@ -75,19 +77,23 @@ class Verdicts:
         self._rows, self._sizes, self._data = layouts.rows, layouts.sizes, data
         self._batch = set[str]().union(*(named_axes(self._rows[i].spec) for i in data))
         self._results = [i for i, row in enumerate(self._rows) if row.op == RESULT]
-        self._by_place = defaultdict[tuple[str | None, str], list[int]](list)
+        self._by_source = defaultdict[str | None, list[int]](list)
         self._by_name = defaultdict[str, list[int]](list)
-        self._by_bytes = defaultdict[tuple[str, int], list[int]](list)
-        # The mesh axes that an operation relays. Each collective asks this of all operations of its
-        # line, so an unrolled model with many layers would ask it very often.
-        self._relayed: dict[int, set[str]] = {}
+        self._by_shape = defaultdict[tuple[int, ...], set[int]](set)
         self._users = defaultdict[int, list[int]](list)
+        # The operations that take each row, even in a loop.
+        self._takers = defaultdict[int, set[int]](set)
         for i, row in enumerate(self._rows):
-            self._by_place[row.source, _primitive(row.name)].append(i)
+            self._by_source[row.source].append(i)
             self._by_name[row.name].append(i)
-            self._by_bytes[row.name, row.bytes_of(self._sizes)].append(i)
+            self._by_shape[tuple(sorted(row.shape))].add(i)
             for operand in row.operands:
                 self._users[operand].append(i)
+                self._takers[self._outside(operand)].add(i)
+        # An unrolled model has many operations on a line, and many collectives that come from these
+        # operations. The operations are therefore compared once, and not for each collective.
+        self._relayed: dict[int, set[str]] = {}
+        self._ranked: dict[Hashable, list[int]] = {}
 
     def judged(self, one: Collective, name: str, parameters: Sequence[int]) -> Collective:
         """Return a collective with its verdict and its cause.
@@ -152,53 +158,66 @@ class Verdicts:
     ) -> int | None:
         """Find the operation that a collective comes from; None if there is none."""
         axes = set(collective.mesh_axes or ())
-
-        def fit(i: int) -> tuple[bool, ...]:
-            return self._fit(i, collective, name, parameters)
-
-        # Match by name alone if the compilation cache returned a program with different lines.
-        places = self._by_place[collective.source, _primitive(name)] or self._by_name[name]
-        if _is_combined(name):
-            scope, _, parts = name.rpartition("/(")
-            names = [f"{scope}/{part}" for part in parts[:-1].split(":")]
-            places = list(chain(*(self._by_bytes[one, collective.bytes] for one in names)))
-        elif not name:
-            # A collective without an operation moves arguments or results.
-            places = self._results
-        ranked = sorted(places, key=fit, reverse=True)
-        if collective.moves == "itself" and parameters:
-            if not ranked or not self._takes(ranked[0], parameters):
-                # The operation that needs the array comes later.
-                return self._reached(min(parameters), axes, named=False)
+        if collective.moves == "gradient":
+            shapes = [tuple(sorted(self._rows[p].shape)) for p in parameters]
+            serving = set[int]().union(*(self._by_shape[shape] for shape in shapes))
+        else:
+            serving = set[int]().union(*(self._takers[p] for p in parameters))
+        others = self._candidates(collective, name, axes)
+        ranked = [*filter(serving.__contains__, others), *others]
+        if collective.moves == "itself" and parameters and serving.isdisjoint(ranked[:1]):
+            # The operation that needs the array comes later.
+            return self._reached(min(parameters), axes, named=False)
         if not ranked:
             return None
         if collective.kind in _SUMS:
             return ranked[0]
         # Among operations with the same name, choose one whose result must be resharded.
         for i in ranked:
-            if fit(i)[:2] == fit(ranked[0])[:2]:
-                reached = self._reached(i, axes, named=bool(name))
-                if reached != i or self._relays(i, axes):
-                    return reached
+            reached = self._reached(i, axes, named=bool(name))
+            if reached != i or self._relays(i, axes):
+                return reached
         return ranked[0]
 
-    def _fit(
-        self, i: int, collective: Collective, name: str, parameters: Sequence[int]
-    ) -> tuple[bool, ...]:
-        """Return a key that is greater, the better an operation fits a collective."""
-        row, serves = self._rows[i], self._takes(i, parameters)
-        if collective.moves == "gradient":
-            serves = any(sorted(row.shape) == sorted(self._rows[p].shape) for p in parameters)
-        relays = self._relays(i, set(collective.mesh_axes or ()))
-        first = (serves, relays) if collective.kind in _SUMS else (relays, serves)
-        sizes: list[int] = []
-        if collective.kind in ("all-to-all", "collective-permute"):  # these keep an array's size
-            sizes = [self._rows[j].bytes_of(self._sizes) for j in row.operands]
-        return row.name == name, *first, collective.bytes in sizes, bool(row.operands)
+    def _candidates(self, collective: Collective, name: str, axes: set[str]) -> list[int]:
+        """Return the operations that a collective may come from, the most likely first.
 
-    def _takes(self, i: int, parameters: Sequence[int]) -> bool:
-        """Return whether an operand is one of the parameters."""
-        return any(self._outside(j) in parameters for j in self._rows[i].operands)
+        For sums, these are all operations with the collective's name. Otherwise, operations that
+        relay these mesh axes exclude all others.
+        """
+
+        def fit(i: int) -> tuple[bool, ...]:
+            sizes: list[int] = []
+            if collective.kind in _SAME_SIZE:
+                sizes = [self._rows[j].bytes_of(self._sizes) for j in self._rows[i].operands]
+            has_operands = bool(self._rows[i].operands)
+            return self._relays(i, axes), collective.bytes in sizes, has_operands
+
+        key = collective.source, name, frozenset(axes), collective.kind, collective.bytes
+        if key not in self._ranked:
+            places = self._places(collective, name)
+            if collective.kind not in _SUMS:
+                places = [i for i in places if self._relays(i, axes)] or places
+            self._ranked[key] = sorted(places, key=fit, reverse=True)
+        return self._ranked[key]
+
+    def _places(self, collective: Collective, name: str) -> list[int]:
+        """Return the operations with a collective's name."""
+        if not name:
+            # A collective without an operation moves arguments or results.
+            return self._results
+        if _is_combined(name):
+            scope, _, parts = name.rpartition("/(")
+            names = [f"{scope}/{part}" for part in parts[:-1].split(":")]
+            named = chain.from_iterable(self._by_name[one] for one in names)
+            return [i for i in named if self._rows[i].bytes_of(self._sizes) == collective.bytes]
+        on_line, primitive = self._by_source[collective.source], _primitive(name)
+        return (
+            [i for i in on_line if self._rows[i].name == name]
+            or [i for i in on_line if _primitive(self._rows[i].name) == primitive]
+            # The compilation cache may return a program with different lines.
+            or self._by_name[name]
+        )
 
     def _reached(self, i: int, axes: set[str], named: bool) -> int:
         """Find the operation that needs an operation's result in a different sharding.
