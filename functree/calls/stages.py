@@ -5,7 +5,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
@@ -289,7 +289,10 @@ class Lowered(Stage[jax.stages.Lowered]):
 
     def __init__(self, stage: jax.stages.Lowered, call: StagedCall):
         super().__init__(stage, call)
-        self._layouts: Layouts | None = None
+        # A ledger calls this function when its first verdict is read. Until then, the ledger keeps
+        # the lowered program, but not the arrays that the program closes over.
+        module, output = stage.compiler_ir("stablehlo"), stage.out_info
+        self._layouts = cache(lambda: layouts_of(module, output.paths()))
 
     def compile(
         self,
@@ -321,7 +324,7 @@ class Lowered(Stage[jax.stages.Lowered]):
         if compile_events.have(program.body.__name__, before):
             pairs = tuple(sorted((options or {}).items()))
             self._call.log.add(self._call.situation()._replace(options=pairs))
-        return Compiled(compiled, self._call, self.jax.out_info, heard.warnings, self.layouts)
+        return Compiled(compiled, self._call, self.jax.out_info, heard.warnings, self._layouts)
 
     def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
         """Return the program as text in a dialect, `"stablehlo"` or `"hlo"`."""
@@ -341,10 +344,7 @@ class Lowered(Stage[jax.stages.Lowered]):
             >>> print(scale.lower(jnp.ones((16, 4))).layouts().rows[-1].array)
             f32[16/data, 4]
         """
-        # The layouts are kept, because the ledger needs them too.
-        if self._layouts is None:
-            self._layouts = layouts_of(self.jax, self.jax.out_info.paths())
-        return self._layouts
+        return self._layouts()
 
     def cost_analysis(self) -> Any | None:
         """Return the compiler's cost estimate, before compilation."""
@@ -471,7 +471,8 @@ class Compiled(Stage[jax.stages.Compiled]):
     def ledger(self) -> Ledger:
         """Return a ledger of the bytes that the program moves between devices and keeps in memory.
 
-        The ledger attributes the moved bytes to parameters.
+        The ledger attributes the moved bytes to parameters. Verdicts and causes are computed when
+        one of them is first read. Until then, the ledger keeps the lowered program in memory.
 
         Raises:
             FunctreeError: if the compiler returns no program text.

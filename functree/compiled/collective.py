@@ -4,8 +4,8 @@ A `Collective` is an array that a program moves between devices. A `Memory` hold
 program needs on one device.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from functree.argument_checks import shown
@@ -53,6 +53,29 @@ class Cause(NamedTuple):
         return f"{told}: `{self.expression or self.op}`{taken} returns {self.after}"
 
 
+class _OnDemand:
+    """A field of a `Collective` that is None by default, or computed when it is first read."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __get__(self, row: object, owner: type) -> Any:
+        if row is None:
+            return None  # the default: a dataclass reads it from the class
+        # Python calls this only while the value is missing.
+        values = vars(row)
+        judge = values.get(_JUDGE)
+        if judge is not None:
+            values["verdict"], values["cause"] = judge(row)
+            values.pop(_JUDGE, None)
+        return values[self._name]
+
+
+_JUDGE = "_judge"
+_VERDICT: Any = _OnDemand("verdict")
+_CAUSE: Any = _OnDemand("cause")
+
+
 @dataclass(frozen=True)
 class Collective:
     """One array that a compiled program moves between devices.
@@ -86,7 +109,8 @@ class Collective:
             in functree. None otherwise, or if the line is unknown, since JAX keeps only the ten
             innermost frames (`jax_traceback_in_locations_limit`).
         verdict: `asked` if the layout requires it or you wrote it; `compiler` if the compiler chose
-            it; None if this is unknown.
+            it; None if this is unknown. The verdict and the cause are computed when one of them is
+            first read.
         cause: the operation that the collective comes from; None if the operation is unknown.
     """
 
@@ -102,8 +126,8 @@ class Collective:
     op: str
     moves: str | None = None
     called_from: str | None = None
-    verdict: str | None = None
-    cause: Cause | None = None
+    verdict: str | None = _VERDICT
+    cause: Cause | None = _CAUSE
 
     def __post_init__(self) -> None:
         if len(self.paths) != len(self.arguments):
@@ -117,19 +141,28 @@ class Collective:
                 f"`moves` of {self.op!r} is {shown(self.moves)}: use {known} or None"
             )
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy, for example in another process, has the verdict and the cause.
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
     @property
     def path(self) -> Path | None:
         """The path of the parameter that it serves; None if it serves none or several."""
-        if len(self.paths) != 1:
-            return None
-        return self.paths[0]
+        return self.paths[0] if len(self.paths) == 1 else None
 
     @property
     def total(self) -> int:
         """The bytes of all runs together, or of one run if the number of runs is unknown."""
-        if self.count is None:
-            return self.bytes
-        return self.bytes * self.count
+        return self.bytes if self.count is None else self.bytes * self.count
+
+
+def judge_later(
+    row: Collective, judge: Callable[[Collective], tuple[str | None, Cause | None]]
+) -> None:
+    """Compute the verdict and the cause of a new collective when one of them is first read."""
+    values = vars(row)
+    del values["verdict"], values["cause"]
+    values[_JUDGE] = judge
 
 
 class BytesByPath(Mapping[Path, int]):

@@ -5,8 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-
-from jax.stages import Lowered
+from typing import Any
 
 from functree.argument_checks import shown
 from functree.compiled.shardy import ARGUMENT, LaidOut, laid_out
@@ -159,18 +158,18 @@ def _by_place(rows: Sequence[LaidOut]) -> dict[tuple[str, str, int], LaidOut]:
     return by_place
 
 
-def layouts_of(lowered: Lowered, results: Sequence[Path] | None = None) -> Layouts:
+def layouts_of(program: Any, results: Sequence[Path] | None = None) -> Layouts:
     """Return the layouts of a lowered function.
 
     Args:
-        lowered: JAX's lowered function.
+        program: the function's module in StableHLO.
         results: the paths of its results; None to use the names in the lowered function.
 
     Raises:
         FunctreeError: if the installed jaxlib lacks the Shardy passes.
     """
     names = None if results is None else list(map(result_name, results))
-    return Layouts(*laid_out(lowered, names))
+    return Layouts(*laid_out(program, names))
 
 
 def result_name(path: Path) -> str:

@@ -69,8 +69,8 @@ class Ledger:
         idle: the mesh axes with several devices over which nothing is moved and no argument or
             result is sharded. Devices along such an axis do the same work. Empty if this is
             unknown.
-        data: the arguments that verdicts treat as data and not as part of a model; empty if there
-            are no verdicts.
+        data: the arguments that verdicts treat as data and not as part of a model; empty if nothing
+            is moved.
 
     Examples:
         >>> mesh = ft.make_mesh(data=2, model=4)
@@ -105,9 +105,7 @@ class Ledger:
 
         A collective in a loop of unknown length is counted once, so its total is a lower bound.
         """
-        return _bytes_by(
-            self.collectives, lambda collective: (collective.kind, collective.mesh_axes)
-        )
+        return _bytes_by(self.collectives, lambda row: (row.kind, row.mesh_axes))
 
     @property
     def attributed(self) -> float:
@@ -191,9 +189,8 @@ def _bytes_by(
 
 def _where(ledger: Ledger) -> str:
     """Return the target and, if it is known, the mesh."""
-    if not ledger.sizes:
-        return ledger.backend
-    return f"{ledger.backend}, mesh {MeshView(ledger.sizes)}"
+    mesh = f", mesh {MeshView(ledger.sizes)}" if ledger.sizes else ""
+    return ledger.backend + mesh
 
 
 def _notes(ledger: Ledger) -> list[str]:
@@ -270,9 +267,7 @@ def _by_parameter(collectives: Sequence[Collective]) -> dict[_Key, list[Collecti
 def _path(key: _Key) -> Path:
     """Return the parameter if there is only one; `_what` lists them if there are several."""
     paths, *_ = key
-    if len(paths) != 1:
-        return Path()
-    return paths[0]
+    return paths[0] if len(paths) == 1 else Path()
 
 
 def _properties(key: _Key, alike: Sequence[Collective]) -> dict[str, int]:

@@ -64,16 +64,12 @@ class Provenance:
     """
 
     def __init__(
-        self,
-        flow: DataFlow,
-        parameters: Sequence[Path],
-        outputs: Sequence[Path],
-        shapes: Shapes,
+        self, flow: DataFlow, parameters: Sequence[Path], outputs: Sequence[Path], shapes: Shapes
     ):
         self._flow, self._parameters, self._outputs = flow, parameters, outputs
         self._uses = ParameterUses(flow)
         self._replaced_by_outputs: dict[frozenset[int], dict[int, int]] = {}
-        self._shapes = shapes
+        self.shapes: Shapes = shapes
         # Values that earlier walks found independent of the backward pass: each is visited once.
         self._independent: set[HloValue] = set()
         # Values that depend on the backward pass.
@@ -329,7 +325,7 @@ class Provenance:
 
     def _fitting(self, output: int) -> Collection[int]:
         """Find the parameters that an output may belong to."""
-        shapes, shape = self._shapes.parameters, self._shapes.outputs[output]
+        shapes, shape = self.shapes.parameters, self.shapes.outputs[output]
         made = self._uses.made_of(output)
         named = self._with_end(self._outputs[output], lambda i: shapes[i] == shape)
         if named:

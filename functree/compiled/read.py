@@ -2,11 +2,12 @@
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
+from functools import cache, partial
 from typing import Any, NamedTuple
 
-from functree.compiled.collective import BytesByPath, Collective, Memory
+from functree.compiled.collective import BytesByPath, Collective, Memory, judge_later
 from functree.compiled.data_flow import DataFlow
 from functree.compiled.garbage import without_collector
 from functree.compiled.hlo import Hlo
@@ -69,9 +70,7 @@ def read_ledger(program: CompiledProgram) -> Ledger:
     reader = _Reader(program)
     moved = list(moved_arrays(reader.flow))
     if moved and program.layouts is not None:
-        # Without Shardy's passes, the ledger has no verdicts.
-        with suppress(FunctreeError):
-            reader.judge_by(program.layouts())
+        reader.judge_by(program.layouts)
     collectives = tuple(map(reader.collective, moved))
     return Ledger(
         collectives,
@@ -114,17 +113,15 @@ class _Reader:
         self._sources = Sources(program.text)
         # Cached by text: a program has thousands of collectives, but few combinations of mesh axes.
         self._groups: dict[str, _Groups] = {}
-        self._verdicts: Verdicts | None = None
+        self._verdicts: Callable[[], Verdicts] | None = None
         self.data: tuple[str, ...] = ()
 
-    def judge_by(self, layouts: Layouts) -> None:
-        """Derive verdicts from layouts."""
-        renamed = named(layouts, self._parameters)
-        if renamed is not None:
-            shapes = [row.shape for row in renamed.rows[: len(self._parameters)]]
-            data = data_of(self._parameters, shapes, self._provenance.trained)
-            self._verdicts = Verdicts(renamed, data)
-            self.data = tuple(dict.fromkeys(str(self._parameters[i][0]) for i in sorted(data)))
+    def judge_by(self, layouts: Callable[[], Layouts]) -> None:
+        """Derive verdicts from layouts when one is first read."""
+        provenance = self._provenance
+        data = data_of(self._parameters, provenance.shapes.parameters, provenance.trained)
+        self.data = tuple(dict.fromkeys(str(self._parameters[i][0]) for i in sorted(data)))
+        self._verdicts = cache(partial(_verdicts, layouts, self._parameters, data))
 
     def collective(self, moved: MovedArray) -> Collective:
         """Convert a moved array to a row of the ledger."""
@@ -151,9 +148,10 @@ class _Reader:
             moves=served.moves,
             called_from=called_from,
         )
-        if self._verdicts is None:
-            return row
-        return self._verdicts.judged(row, name, served.parameters)
+        verdicts = self._verdicts
+        if verdicts is not None:
+            judge_later(row, lambda one: verdicts().of(one, name, served.parameters))
+        return row
 
     def _groups_of(self, text: str) -> _Groups:
         """Return the mesh axes and the group size of replica groups."""
@@ -178,12 +176,8 @@ class _Reader:
     def with_line(self, warning: str) -> str:
         """Add the source line to a compiler warning."""
         frame = re.search(r"stack_frame_id=(\d+)", warning)
-        if frame is None:
-            return warning
-        lines = self._sources.of_frame(int(frame[1]))
-        if lines is None:
-            return warning
-        return f"{warning} at {lines.source}"
+        lines = None if frame is None else self._sources.of_frame(int(frame[1]))
+        return warning if lines is None else f"{warning} at {lines.source}"
 
     def not_understood(self, collectives: Sequence[Collective]) -> Iterator[str]:
         """Yield a sentence for each part of the program that could not be parsed."""
@@ -222,6 +216,18 @@ class _Reader:
         if unknown or unknown_collectives(self.flow):
             return ()
         return tuple(axis for axis, size in self._sizes.items() if size > 1 and axis not in used)
+
+
+def _verdicts(
+    layouts: Callable[[], Layouts], parameters: Sequence[Path], data: Collection[int]
+) -> Verdicts:
+    """Derive verdicts from layouts."""
+    # Without Shardy's passes, there are no layouts, and a ledger has no verdicts.
+    with suppress(FunctreeError):
+        renamed = named(layouts(), parameters)
+        if renamed is not None:
+            return Verdicts(renamed, data)
+    return Verdicts(Layouts((), {}), ())
 
 
 def _memory(program: CompiledProgram, flow: DataFlow) -> Memory:

@@ -11,7 +11,7 @@ features that need layouts fail.
 import linecache
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from heapq import heapify, heappop, heappush
@@ -60,16 +60,8 @@ ARGUMENT, RESULT, CONSTRAINT = "argument", "result", "sharding_constraint"
 """The `op` of the rows of arguments, results and constraints."""
 # The sharding of a constraint or a `shard_map` before propagation, which adds mesh axes to it.
 _WRITTEN = "functree.written"
-
-
-class Frame(NamedTuple):
-    """A range in a file. Lines are numbered from 1, and columns from 0."""
-
-    file: str
-    line: int
-    column: int
-    end_line: int
-    end_column: int
+# The attributes of a function that hold the shardings of its arguments and results.
+_SIGNATURE = _OF_ARGUMENTS, _OF_RESULTS = "arg_attrs", "res_attrs"
 
 
 class _Place(NamedTuple):
@@ -134,19 +126,19 @@ class LaidOut(NamedTuple):
 
 @without_collector()
 def laid_out(
-    lowered: Lowered, results: Sequence[str] | None = None
+    program: Any, results: Sequence[str] | None = None
 ) -> tuple[tuple[LaidOut, ...], dict[str, int]]:
     """Return a program's arrays as the compiler will shard them, and the sizes of the mesh axes.
 
     Args:
-        lowered: JAX's lowered function.
+        program: a lowered function's module in StableHLO.
         results: the names of its results; None to use JAX's names.
 
     Raises:
         FunctreeError: if the installed jaxlib lacks the Shardy passes.
     """
-    with _propagated(lowered, _PASSES) as (main, sizes, given):
-        return _Reader().rows_of(main, results, given), sizes
+    with _propagated(program, _PASSES) as (main, sizes):
+        return _Reader().rows_of(main, results), sizes
 
 
 def moved_bytes(lowered: Lowered) -> int:
@@ -155,20 +147,18 @@ def moved_bytes(lowered: Lowered) -> int:
     Raises:
         FunctreeError: if the installed jaxlib lacks the Shardy passes.
     """
-    with _propagated(lowered, f"{_PASSES}, {_COLLECTIVES}") as (main, sizes, _):
+    passes = f"{_PASSES}, {_COLLECTIVES}"
+    with _propagated(lowered.compiler_ir("stablehlo"), passes) as (main, sizes):
         return sum(times * _bytes(collective, sizes) for collective, times in _collectives(main, 1))
 
 
 @contextmanager
-def _propagated(
-    lowered: Lowered, passes: str
-) -> Iterator[tuple[Any, dict[str, int], Collection[Any]]]:
+def _propagated(module: Any, passes: str) -> Iterator[tuple[Any, dict[str, int]]]:
     """Run passes on a copy of a program.
 
-    Yield the program's main function with calls inlined, the sizes of the mesh axes, and the
-    arguments whose sharding was given.
+    Yield the program's main function with calls inlined, and the sizes of the mesh axes. The copy
+    exists until the context is left.
     """
-    module: Any = lowered.compiler_ir("stablehlo")
     with module.context:
         program = module.operation.clone().operation
         functions: dict[str, Any] = {}
@@ -181,16 +171,22 @@ def _propagated(
                 sizes |= {name: int(size) for name, size in axes}
         main = functions["main"]
         _inline(main, functions)
-        given = _given_shardings(main)
-        results = main.attributes["res_attrs"] if "res_attrs" in main.attributes else ()
-        main.attributes[_WRITTEN] = ir.ArrayAttr.get(
-            [ir.StringAttr.get(_sharding(attributes)) for attributes in results]
-        )
-        with _known_passes():
+        for name in _SIGNATURE:
+            attributes = main.attributes[name] if name in main.attributes else ()
+            texts = [ir.StringAttr.get(_sharding(each)) for each in attributes]
+            main.attributes[f"{_WRITTEN}.{name}"] = ir.ArrayAttr.get(texts)
+        try:
             manager = passmanager.PassManager.parse(f"builtin.module({passes})")
             manager.enable_verifier(False)  # saves a third of the time
             manager.run(program)
-        yield main, sizes, given
+        except (ValueError, ir.MLIRError) as error:
+            what = str(error).partition("\n")[0]
+            raise FunctreeError(
+                "layouts: this jaxlib's Shardy passes differ from the passes that functree uses "
+                f"({what}): install a jaxlib that functree was tested with. Ledgers work, but have "
+                "no verdicts"
+            ) from error
+        yield main, sizes
 
 
 def _collectives(outer: Any, times: int) -> Iterator[tuple[Any, int]]:
@@ -231,20 +227,6 @@ def _bytes_of(shape: Sequence[int], dtype: str) -> int:
     return math.prod(shape) * bits // 8
 
 
-@contextmanager
-def _known_passes() -> Iterator[None]:
-    """Raise a helpful error if this jaxlib's passes differ."""
-    try:
-        yield
-    except (ValueError, ir.MLIRError) as error:
-        what = str(error).partition("\n")[0]
-        raise FunctreeError(
-            "layouts: this jaxlib's Shardy passes differ from the passes that functree uses "
-            f"({what}): install a jaxlib that functree was tested with. Ledgers work, but have no "
-            "verdicts"
-        ) from error
-
-
 def _inside(outer: Any) -> Iterator[Any]:
     """Yield the operations directly inside an operation. The caller may replace them meanwhile."""
     for region in outer.regions:
@@ -278,12 +260,6 @@ def _inline(outer: Any, functions: dict[str, Any]) -> None:
             copy.location = ir.Location.callsite(copy.location, [operation.location])
             known.update(zip(inner.results, copy.results, strict=True))
         operation.erase()
-
-
-def _given_shardings(main: Any) -> set[Any]:
-    """Return the arguments with a given sharding."""
-    arguments = zip(_arguments(main), main.attributes["arg_attrs"], strict=True)
-    return {argument for argument, attributes in arguments if _sharding(attributes)}
 
 
 def _written(attributes: Any) -> str:
@@ -335,20 +311,18 @@ class _Reader:
         self._types: dict[Any, tuple[tuple[int, ...], str]] = {}
         self._specs: dict[Any, list[str]] = {}
 
-    def rows_of(
-        self, function: Any, results: Sequence[str] | None, given: Collection[Any]
-    ) -> tuple[LaidOut, ...]:
-        """Return a function's rows: arguments, results of its operations, and its results.
-
-        `given` holds the arguments whose sharding was given.
-        """
-        arguments = zip(_arguments(function), function.attributes["arg_attrs"], strict=True)
-        for value, attributes in arguments:
+    def rows_of(self, function: Any, results: Sequence[str] | None) -> tuple[LaidOut, ...]:
+        """Return a function's rows: arguments, results of its operations, and its results."""
+        written = function.attributes[f"{_WRITTEN}.{_OF_ARGUMENTS}"]
+        arguments = zip(
+            _arguments(function), function.attributes[_OF_ARGUMENTS], written, strict=True
+        )
+        for value, attributes, text in arguments:
             if not _is_array(value):
                 continue
             spec = _sharding(attributes)
             self._add(value, ARGUMENT, self._place(value.location), spec, ())
-            if value in given:
+            if text.value:
                 self._give(len(self._rows) - 1, spec, self._rows[-1].name)
         self._read_inside(function)
         self._read_results(function, results)
@@ -363,8 +337,8 @@ class _Reader:
     def _read_results(self, function: Any, names: Sequence[str] | None) -> None:
         last = _last(function.regions[0])
         arrays = [(i, value) for i, value in enumerate(last.operands) if _is_array(value)]
-        attributes = function.attributes["res_attrs"] if arrays else ()
-        written = [text.value for text in function.attributes[_WRITTEN]]
+        attributes = function.attributes[_OF_RESULTS] if arrays else ()
+        written = [text.value for text in function.attributes[f"{_WRITTEN}.{_OF_RESULTS}"]]
         if names is None:
             names = [attributes[i]["jax.result_info"].value for i, _ in arrays]
         # A value may be returned several times.
@@ -513,23 +487,15 @@ class _Reader:
         known = self._types.get(kind)
         if known is None:
             known = self._types[kind] = tuple(kind.shape), str(kind.element_type)
-        shape, dtype = known
-        origins: dict[str, str] = {}
-        row = LaidOut(
-            op.rpartition(".")[2],
-            place.source,
-            place.expression,
-            shape,
-            dtype,
-            _spec(spec, len(shape)),
-            origins,
-            place.name,
-            operands,
-        )
+        (shape, dtype), op = known, op.rpartition(".")[2]
         self._indices[value] = len(self._rows)
         self._linked.append((len(self._rows), *operands))
-        self._rows.append(row)
+        name, source, expression = place
+        sharded, origins = _spec(spec, len(shape)), dict[str, str]()
         self._origins.append(origins)
+        self._rows.append(
+            LaidOut(op, source, expression, shape, dtype, sharded, origins, name, operands)
+        )
 
     def _specs_of(self, attributes: Any) -> list[str]:
         """Return the text of each result's spec, from the first of these attributes that exists."""
@@ -546,7 +512,7 @@ class _Reader:
         known = self._places.get(attribute)
         if known is None:
             frames, name = list(_frames(location)), _name(location)
-            lines = lines_of(frame[:2] for frame in frames)
+            lines = lines_of((frame.filename, frame.start_line) for frame in frames)
             known = _Place(name, None, name)
             if lines is not None:
                 known = _Place(name, lines.source, _expression(frames, lines.source))
@@ -554,22 +520,15 @@ class _Reader:
         return known
 
 
-def _frames(location: Any) -> Iterator[Frame]:
-    """Yield the frames of a location, innermost first."""
+def _frames(location: Any) -> Iterator[Any]:
+    """Yield the ranges in files that a location contains, innermost first."""
     if isinstance(location, ir.NameLoc):
         yield from _frames(location.child_loc)
     elif isinstance(location, ir.CallSiteLoc):
         yield from _frames(location.callee)
         yield from _frames(location.caller)
     elif isinstance(location, ir.FileLineColLoc):
-        # MLIR counts columns from 1, but JAX passes Python's columns.
-        yield Frame(
-            location.filename,
-            location.start_line,
-            location.start_col,
-            location.end_line,
-            location.end_col,
-        )
+        yield location
 
 
 _SIZE = re.compile(r'"([^"]+)"=(\d+)')
@@ -592,8 +551,7 @@ def _unescaped(found: re.Match[str]) -> str:
 
 def _sharding(attributes: Any) -> str:
     """Return the text of an argument's or a result's sharding; empty if it has no sharding."""
-    texts = [_text(each.attr) for each in attributes if each.name == "sdy.sharding"]
-    return texts[0] if texts else ""
+    return _text(attributes["sdy.sharding"]) if "sdy.sharding" in attributes else ""
 
 
 @cache
@@ -631,17 +589,15 @@ def _name(location: Any) -> str:
     return location.name_str if isinstance(location, ir.NameLoc) else ""
 
 
-def _expression(frames: Sequence[Frame], source: str) -> str:
+def _expression(frames: Sequence[Any], source: str) -> str:
     """Return the code of the frame at a source line."""
-    frame = next(
-        candidate for candidate in frames if f"{candidate.file}:{candidate.line}" == source
-    )
-    texts = linecache.getlines(frame.file)[frame.line - 1 : frame.end_line]
+    frame = next(one for one in frames if f"{one.filename}:{one.start_line}" == source)
+    texts = linecache.getlines(frame.filename)[frame.start_line - 1 : frame.end_line]
     if not texts:
         return ""  # the file is missing, or belongs to an interactive session
-    # Columns are byte offsets.
-    texts[-1] = texts[-1].encode()[: frame.end_column].decode(errors="replace")
-    texts[0] = texts[0].encode()[frame.column :].decode(errors="replace")
+    # Columns are byte offsets. MLIR counts them from 1, but JAX passes Python's, which begin at 0.
+    texts[-1] = texts[-1].encode()[: frame.end_col].decode(errors="replace")
+    texts[0] = texts[0].encode()[frame.start_col :].decode(errors="replace")
     text = " ".join(" ".join(texts).split())
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 

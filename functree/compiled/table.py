@@ -95,28 +95,17 @@ def _by_layer(collectives: Sequence[Collective]) -> list[list[Collective]]:
     return groups
 
 
-def _does(collective: Collective) -> tuple[Hashable, ...]:
+def _does(row: Collective) -> tuple[Hashable, ...]:
     """Return the properties that all collectives of a row share."""
-    return (
-        collective.kind,
-        collective.mesh_axes,
-        collective.phase,
-        collective.moves,
-        collective.verdict,
-    )
+    return row.kind, row.mesh_axes, row.phase, row.moves, row.verdict
 
 
-def _but_for_indices(collective: Collective) -> Hashable:
+def _but_for_indices(row: Collective) -> Hashable:
     details: Hashable = None
-    if len(collective.paths) != 1:
+    if len(row.paths) != 1:
         # Collectives that serve no parameter, or several, share a row only if nothing else differs.
-        details = collective.bytes, collective.count, collective.source, collective.called_from
-    return (
-        _does(collective),
-        collective.arguments,
-        tuple(map(pattern_of, collective.paths)),
-        details,
-    )
+        details = row.bytes, row.count, row.source, row.called_from
+    return _does(row), row.arguments, tuple(map(pattern_of, row.paths)), details
 
 
 def _full(alike: Sequence[Collective]) -> list[list[Collective]]:
@@ -206,9 +195,7 @@ def moves_text(one: Collective) -> str:
 
 def axes_text(axes: tuple[str, ...] | None) -> str:
     """Return the text of a collective's mesh axes: `data, model`."""
-    if axes is None:
-        return "?"
-    return ", ".join(axes)
+    return "?" if axes is None else ", ".join(axes)
 
 
 MOST_SOURCES = 3

@@ -7,7 +7,6 @@ with the shardings of its operands and the sharding that its result needs.
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from dataclasses import replace
 from itertools import chain
 
 from functree.compiled.collective import Cause, Collective
@@ -69,7 +68,8 @@ class Verdicts:
     """The verdicts on a program's collectives.
 
     Args:
-        layouts: the program's layouts. The first rows are the program's parameters.
+        layouts: the program's layouts. The first rows are the program's parameters. If there are no
+            rows, there are no verdicts.
         data: the indices of the parameters that are data, and not part of a model.
     """
 
@@ -95,16 +95,18 @@ class Verdicts:
         self._relayed: dict[int, set[str]] = {}
         self._ranked: dict[Hashable, list[int]] = {}
 
-    def judged(self, one: Collective, name: str, parameters: Sequence[int]) -> Collective:
-        """Return a collective with its verdict and its cause.
+    def of(
+        self, one: Collective, name: str, parameters: Sequence[int]
+    ) -> tuple[str | None, Cause | None]:
+        """Return the verdict on a collective, and its cause.
 
         Args:
             one: the collective.
             name: JAX's name for its operation: `jit(step)/jvp()/dot_general`.
             parameters: the indices of the parameters that it serves.
         """
-        if one.mesh_axes is None:
-            return one
+        if one.mesh_axes is None or not self._rows:
+            return None, None
         found = self._operation(one, name, parameters)
         if found is not None and _is_combined(name):
             name = self._rows[found].name
@@ -113,7 +115,7 @@ class Verdicts:
             cause = Cause(_primitive(name), one.source, "", (), "", (), reason)
         else:
             cause = self._cause(found, set(one.mesh_axes), reason)
-        return replace(one, verdict=ASKED if reason else COMPILER, cause=cause)
+        return ASKED if reason else COMPILER, cause
 
     def _reason(
         self, collective: Collective, name: str, parameters: Sequence[int], operation: int | None

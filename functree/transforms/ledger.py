@@ -226,9 +226,11 @@ def _others_call(
     # Flax's program also returns its input modules, in the same trees.
     results = [known.get(Path.of(keys), Path.of(keys)) for keys, _ in entries]
 
+    module = lowered.compiler_ir("stablehlo")
+
     @functools.cache
     def found_layouts() -> Layouts:
-        unnamed = layouts_of(lowered, results)
+        unnamed = layouts_of(module, results)
         return named(unnamed, [parameters[i] for i in _used(unnamed, names)]) or unnamed
 
     def compiled() -> tuple[Ledger, str]:

@@ -1,8 +1,11 @@
 """`ft.layouts`: each operation's layout and who decided it, on programs whose layouts can be written
 by hand."""
 
+import pickle
 import re
+import weakref
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -243,7 +246,7 @@ def test_arguments_and_results_are_those_of_the_compiled_program(case: str):
     """JAX says how these are laid out after it has compiled the program."""
     fn, args, specs, _ = CASES[case]
     lowered = jax.jit(fn).lower(*placed(args, specs))
-    layouts, compiled = layouts_of(lowered), lowered.compile()
+    layouts, compiled = layouts_of(lowered.compiler_ir("stablehlo")), lowered.compile()
     arguments = rows_of(layouts, ARGUMENT)
     shardings = jax.tree.leaves(compiled.input_shardings)
     for row, sharding in zip(arguments, shardings, strict=True):
@@ -440,7 +443,7 @@ def test_ledger_without_the_passes(monkeypatch: pytest.MonkeyPatch):
     bare = function.lower(W, X).compile().ledger()
     plain = tuple(replace(one, verdict=None, cause=None) for one in ledger.collectives)
     # JAX has compiled it before, and so does not compile it again.
-    assert bare == replace(ledger, collectives=plain, data=(), warnings_known=bare.warnings_known)
+    assert bare == replace(ledger, collectives=plain, warnings_known=bare.warnings_known)
 
 
 # Programs of which Shardy's own collectives are those of the compiler: the bytes they make.
@@ -470,3 +473,29 @@ def test_bytes_that_are_moved(case: str):
     lowered = ft.jit(fn, **options).lower(*args)
     moved = sum(one.total for one in lowered.compile().ledger().collectives)
     assert moved_bytes(lowered.jax) == moved == expected
+
+
+def test_verdicts_are_computed_when_one_is_read(monkeypatch: pytest.MonkeyPatch):
+    function = ft.jit(product, in_shardings=(P("model"), P("data")), mesh=MESH)
+    judged = function.lower(W, X).compile().ledger()
+    monkeypatch.setattr(shardy, "_PASSES", "sdy-there-is-no-such-pass")  # no layouts from here on
+    later = function.lower(W, X).compile().ledger()
+    ft.testing.assert_collectives(later, allow=["all-reduce"], at_most=10**6)
+    assert later.totals() == judged.totals() and not later.diff(judged).rows
+    monkeypatch.undo()
+    # A copy has the verdict, even where the original has not computed it.
+    assert pickle.loads(pickle.dumps(later)).collectives == judged.collectives
+    [row], [again] = judged.collectives, function.lower(W, X).compile().ledger().collectives
+    assert hash(again) == hash(row) and copy(again) == row
+    assert (again.verdict, again.cause) == ("compiler", row.cause)
+    assert replace(again, verdict="asked").cause == row.cause
+
+
+def test_a_ledger_keeps_no_layouts_once_its_verdicts_are_read():
+    lowered = ft.jit(product, in_shardings=(P("model"), P("data")), mesh=MESH).lower(W, X)
+    ledger = lowered.compile().ledger()
+    kept = weakref.ref(lowered.layouts())
+    del lowered
+    assert kept() is not None
+    assert all(row.verdict for row in ledger.collectives)
+    assert kept() is None
