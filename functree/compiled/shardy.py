@@ -511,24 +511,26 @@ class _Reader:
         attribute = location.attr
         known = self._places.get(attribute)
         if known is None:
-            frames, name = list(_frames(location)), _name(location)
-            lines = lines_of((frame.filename, frame.start_line) for frame in frames)
+            name = _name(location)
             known = _Place(name, None, name)
+            lines = lines_of((frame.filename, frame.start_line) for frame in _frames(location))
             if lines is not None:
-                known = _Place(name, lines.source, _expression(frames, lines.source))
+                known = _Place(name, lines.source, _expression(location, lines.source))
             self._places[attribute] = known
         return known
 
 
 def _frames(location: Any) -> Iterator[Any]:
     """Yield the ranges in files that a location contains, innermost first."""
-    if isinstance(location, ir.NameLoc):
-        yield from _frames(location.child_loc)
-    elif isinstance(location, ir.CallSiteLoc):
-        yield from _frames(location.callee)
-        yield from _frames(location.caller)
-    elif isinstance(location, ir.FileLineColLoc):
-        yield location
+    waiting = [location]
+    while waiting:
+        location = waiting.pop()
+        if isinstance(location, ir.NameLoc):
+            waiting.append(location.child_loc)
+        elif isinstance(location, ir.CallSiteLoc):
+            waiting += [location.caller, location.callee]
+        elif isinstance(location, ir.FileLineColLoc):
+            yield location
 
 
 _SIZE = re.compile(r'"([^"]+)"=(\d+)')
@@ -589,8 +591,9 @@ def _name(location: Any) -> str:
     return location.name_str if isinstance(location, ir.NameLoc) else ""
 
 
-def _expression(frames: Sequence[Any], source: str) -> str:
-    """Return the code of the frame at a source line."""
+def _expression(location: Any, source: str) -> str:
+    """Return the code of a location's frame at a source line."""
+    frames = _frames(location)
     frame = next(one for one in frames if f"{one.filename}:{one.start_line}" == source)
     texts = linecache.getlines(frame.filename)[frame.start_line - 1 : frame.end_line]
     if not texts:
