@@ -421,9 +421,7 @@ class _Reader:
     def _read_inside(self, around: Any) -> None:
         for operation in _inside(around):
             op = operation.name
-            if op == "sdy.constant":
-                continue
-            if op == f"sdy.{CONSTRAINT}" and self._is_type(operation):
+            if op == "sdy.constant" or (op == f"sdy.{CONSTRAINT}" and self._is_type(operation)):
                 continue
             if op == "sdy.sharding_group":
                 members = self._groups.setdefault(operation.attributes["group_id"].value, [])
