@@ -143,14 +143,11 @@ def _constrain_annotated(leaves: Leaves) -> Tree:
 
     A spec in an annotation overrides the axes.
     """
-    annotated = {id(leaf) for leaf, _ in _annotated(leaves.leaves)}
-    values: list[Tree] = []
-    for leaf in leaves.leaves:
-        value = leaf.value
-        if id(leaf) in annotated:
-            value = constrain(value, leaf.axes if leaf.spec is None else leaf.spec)
-        values.append(value)
-    return leaves.skeleton.fill(values)
+    # Keyed by identity, since a class may give two of its children one path.
+    values = {id(leaf): leaf.value for leaf in leaves.leaves}
+    for leaf, _ in _annotated(leaves.leaves):
+        values[id(leaf)] = constrain(leaf.value, leaf.axes if leaf.spec is None else leaf.spec)
+    return leaves.skeleton.fill(list(values.values()))
 
 
 def _check_shardings(name: str, leaves: Leaves) -> None:

@@ -282,17 +282,14 @@ def _summed_first(
     if not batch:
         # No layout determines over which mesh axes the gradient is summed.
         several = len(entries) > 1 and any(len(axes) > 1 for axes in entries)
-        return _first_of_each(wanted) if several else None
+        # Only the outermost mesh axis of each dimension is kept.
+        first = [entry(mesh_axes(axes)[:1]) for axes in wanted.partitions]
+        return PartitionSpec(*first) if several else None
     summed = without(wanted, batch)
     split = [*map(mesh_axes, summed.partitions), *map(axes_of, filter(None, leaf.axes))]
     if summed == wanted or all(len(axes) < 2 for axes in split):
         return None
     return summed
-
-
-def _first_of_each(spec: PartitionSpec) -> PartitionSpec:
-    """Keep only the outermost mesh axis of each dimension of a spec."""
-    return PartitionSpec(*(entry(mesh_axes(axes)[:1]) for axes in spec.partitions))
 
 
 # Gradients of a function
