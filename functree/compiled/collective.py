@@ -148,12 +148,16 @@ class Collective:
     @property
     def path(self) -> Path | None:
         """The path of the parameter that it serves; None if it serves none or several."""
-        return self.paths[0] if len(self.paths) == 1 else None
+        if len(self.paths) != 1:
+            return None
+        return self.paths[0]
 
     @property
     def total(self) -> int:
         """The bytes of all runs together, or of one run if the number of runs is unknown."""
-        return self.bytes if self.count is None else self.bytes * self.count
+        if self.count is None:
+            return self.bytes
+        return self.bytes * self.count
 
 
 def judge_later(

@@ -226,8 +226,9 @@ class Hlo:
     @property
     def parameters(self) -> list[Instruction]:
         """The parameters of the program in order, without tokens."""
-        inside = self.computations[self.entry]
-        parameters = [instruction for instruction in inside if instruction.opcode == "parameter"]
-        # Tokens belong to ordered effects, and are not arguments of the function.
-        arrays = [parameter for parameter in parameters if not parameter.arrays[0].is_token]
-        return sorted(arrays, key=lambda parameter: int(parameter.argument))
+        parameters: list[Instruction] = []
+        for instruction in self.computations[self.entry]:
+            # Tokens belong to ordered effects, and are not arguments of the function.
+            if instruction.opcode == "parameter" and not instruction.arrays[0].is_token:
+                parameters.append(instruction)
+        return sorted(parameters, key=lambda instruction: int(instruction.argument))

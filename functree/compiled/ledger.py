@@ -189,8 +189,9 @@ def _bytes_by(
 
 def _where(ledger: Ledger) -> str:
     """Return the target and, if it is known, the mesh."""
-    mesh = f", mesh {MeshView(ledger.sizes)}" if ledger.sizes else ""
-    return ledger.backend + mesh
+    if not ledger.sizes:
+        return ledger.backend
+    return f"{ledger.backend}, mesh {MeshView(ledger.sizes)}"
 
 
 def _notes(ledger: Ledger) -> list[str]:
@@ -267,7 +268,9 @@ def _by_parameter(collectives: Sequence[Collective]) -> dict[_Key, list[Collecti
 def _path(key: _Key) -> Path:
     """Return the parameter if there is only one; `_what` lists them if there are several."""
     paths, *_ = key
-    return paths[0] if len(paths) == 1 else Path()
+    if len(paths) != 1:
+        return Path()
+    return paths[0]
 
 
 def _properties(key: _Key, alike: Sequence[Collective]) -> dict[str, int]:

@@ -176,8 +176,12 @@ class _Reader:
     def with_line(self, warning: str) -> str:
         """Add the source line to a compiler warning."""
         frame = re.search(r"stack_frame_id=(\d+)", warning)
-        lines = None if frame is None else self._sources.of_frame(int(frame[1]))
-        return warning if lines is None else f"{warning} at {lines.source}"
+        if frame is None:
+            return warning
+        lines = self._sources.of_frame(int(frame[1]))
+        if lines is None:
+            return warning
+        return f"{warning} at {lines.source}"
 
     def not_understood(self, collectives: Sequence[Collective]) -> Iterator[str]:
         """Yield a sentence for each part of the program that could not be parsed."""

@@ -76,7 +76,9 @@ class Sources:
     def of(self, one: Instruction) -> Lines | None:
         """Return the lines of an instruction; None if it has no stack frame."""
         frame = one.metadata("stack_frame_id")
-        return None if frame is None else self.of_frame(int(frame))
+        if frame is None:
+            return None
+        return self.of_frame(int(frame))
 
     def of_frame(self, frame: int) -> Lines | None:
         """Return the lines of a stack frame, or None if the text does not contain the frame."""

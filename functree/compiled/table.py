@@ -95,17 +95,28 @@ def _by_layer(collectives: Sequence[Collective]) -> list[list[Collective]]:
     return groups
 
 
-def _does(row: Collective) -> tuple[Hashable, ...]:
+def _does(collective: Collective) -> tuple[Hashable, ...]:
     """Return the properties that all collectives of a row share."""
-    return row.kind, row.mesh_axes, row.phase, row.moves, row.verdict
+    return (
+        collective.kind,
+        collective.mesh_axes,
+        collective.phase,
+        collective.moves,
+        collective.verdict,
+    )
 
 
-def _but_for_indices(row: Collective) -> Hashable:
+def _but_for_indices(collective: Collective) -> Hashable:
     details: Hashable = None
-    if len(row.paths) != 1:
+    if len(collective.paths) != 1:
         # Collectives that serve no parameter, or several, share a row only if nothing else differs.
-        details = row.bytes, row.count, row.source, row.called_from
-    return _does(row), row.arguments, tuple(map(pattern_of, row.paths)), details
+        details = collective.bytes, collective.count, collective.source, collective.called_from
+    return (
+        _does(collective),
+        collective.arguments,
+        tuple(map(pattern_of, collective.paths)),
+        details,
+    )
 
 
 def _full(alike: Sequence[Collective]) -> list[list[Collective]]:
@@ -195,7 +206,9 @@ def moves_text(one: Collective) -> str:
 
 def axes_text(axes: tuple[str, ...] | None) -> str:
     """Return the text of a collective's mesh axes: `data, model`."""
-    return "?" if axes is None else ", ".join(axes)
+    if axes is None:
+        return "?"
+    return ", ".join(axes)
 
 
 MOST_SOURCES = 3

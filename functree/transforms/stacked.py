@@ -225,8 +225,7 @@ def _scanned(
     divided: tuple[int, ...],
 ) -> Tree:
     """Apply the layers of a stack to `x` in order, with options as in `Stacked.scan`."""
-    shared: dict[Path, jax.Array] = {}
-    per_layer: dict[Path, jax.Array] = {}
+    shared, per_layer = dict[Path, jax.Array](), dict[Path, jax.Array]()
     if state is not None:
         shared, per_layer = state.of_layers(stacked.layer)
     depth = _depth(stacked, per_layer)
