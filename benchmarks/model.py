@@ -32,7 +32,7 @@ from plain import Attend, Config, Model, attend_plain, attend_splash
 from steps import TX, Run, layout_of, make_state, make_step, transformer_config, weights_of
 
 import functree as ft
-from functree.compiled.read import CompiledProgram, read_ledger
+from functree.compiled.ledger import CompiledProgram, read_ledger
 from functree.labels.leaves import read
 
 # --- The time of a step

@@ -12,9 +12,8 @@ from jax.tree_util import tree_leaves
 from functree.calls.compilations import compile_events
 from functree.compiled.diagnostics import CompilerOutput, listening
 from functree.compiled.layouts import Layouts
-from functree.compiled.ledger import Ledger
+from functree.compiled.ledger import CompiledProgram, Ledger, read_ledger
 from functree.compiled.provenance import Shape, Shapes
-from functree.compiled.read import CompiledProgram, read_ledger
 from functree.devices.meshes import backend_text
 from functree.devices.specs import named_axes
 from functree.errors import FunctreeError, FunctreeValueError, count

@@ -125,7 +125,7 @@ class Layouts:
         for source, rows in self._by_source():
             lines = ""
             for row, *others in grouped(rows, _told):
-                cuts = [mesh_axes(entry) for entry in row.spec.partitions]
+                cuts = list(map(mesh_axes, row.spec.partitions))
                 times = f" ×{1 + len(others)}" if others else ""
                 why = f'<div class="why">{html.escape(row.decided)}</div>' if row.decided else ""
                 lines += leaf_html(

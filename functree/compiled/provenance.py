@@ -295,7 +295,7 @@ class Provenance:
 
         The entry is None if there is no such parameter, or if the parameter is ambiguous.
         """
-        left = [set(candidates) for candidates in self._candidates]
+        left = list(map(set, self._candidates))
         known: dict[int, int] = {}
         # A parameter has one new value. A weight's new value also depends on its moment, but the
         # moment has a new value of its own.
@@ -311,7 +311,7 @@ class Provenance:
             for i, remaining in enumerate(left):
                 if len(remaining) > 1 and remaining <= set(self._uses.made_of(i)):
                     left[i] = remaining - set(single.values()) or remaining
-        return [known.get(i) for i in range(len(self._outputs))]
+        return list(map(known.get, range(len(self._outputs))))
 
     @cached_property
     def trained(self) -> frozenset[int]:

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from functree.labels.filters import Filter, Glob, first_name
 from functree.labels.leaf import FollowedLeaf, Leaf, Root
-from functree.labels.optimizer.followed_parameters import TrainedModel
-from functree.labels.optimizer.optimizer_state import followed_by, following
+from functree.labels.optimizer.followed_parameters import TrainedModel, followed_by, following
 from functree.tree.interfaces import TrainingState
 from functree.tree.paths import Path, first_beginning
 from functree.tree.skeleton.skeleton import Skeleton

@@ -3,9 +3,10 @@
 A tree, layouts and a mesh ─► labeled leaves ─► a `Decision` for each leaf ─► a `Plan`, with one row
 for each leaf. A layout applies to leaves that follow no other leaf. A leaf that follows a
 parameter, such as an optimizer's moment, gets the parameter's decision unless the layout claims the
-leaf.
+leaf. Without a layout, the plan shows how the arrays are sharded now, as in notebooks.
 """
 
+import math
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,10 +15,14 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
 
 from functree.argument_checks import FLAG, check_tree
 from functree.argument_checks import check as check_values
 from functree.devices.meshes import (
+    Device,
     MeshLike,
     MeshView,
     agreed_mesh,
@@ -25,8 +30,9 @@ from functree.devices.meshes import (
     compared_text,
     mesh_view,
 )
-from functree.devices.specs import parts_over, spec_text
-from functree.errors import Problem, RuleError, ShardingError, warn
+from functree.devices.placement import other_memory
+from functree.devices.specs import of_rank, parts_over, spec_text
+from functree.errors import Problem, RuleError, ShardingError, count, listed, warn
 from functree.labels.filters import Filter, first_name
 from functree.labels.leaf import FollowedLeaf, Leaf, is_bare, is_in_module
 from functree.labels.leaves import Leaves, read
@@ -50,16 +56,12 @@ from functree.layout.layout import (
     own_meshes,
     walk,
 )
-from functree.layout.plan.live_arrays import live_rows
 from functree.layout.plan.plan import Plan
 from functree.layout.plan.text import Row, row_of
 from functree.layout.rules import mentioned_axes, own_problems
-from functree.layout.state_sharding import (
-    StateSharding,
-    two_readings,
-    unused_filters,
-    used_filters,
-)
+from functree.layout.state_sharding import StateSharding, two_readings, unused_filters, used_filters
+from functree.report.table import bytes_text
+from functree.tree.arrays import Tree, is_array
 from functree.tree.interfaces import TrainingState
 from functree.tree.paths import Path
 
@@ -524,3 +526,125 @@ def _live_plan(tree: Any, mesh: MeshLike) -> Plan:
             text + ": leave `mesh` out to see how the arrays are sharded now, or pass a layout, too"
         )
     return Plan(rows, leaves.skeleton, view)
+
+
+# The current sharding
+
+AnyMesh = Mesh | AbstractMesh
+
+
+def live_rows(leaves: Sequence[Leaf]) -> tuple[list[Row], AnyMesh | None]:
+    """Return a row for each array's current sharding, and the mesh of the first array on a mesh."""
+    by_path = {leaf.path: leaf for leaf in leaves}
+    first: AnyMesh | None = None
+    rows: list[Row] = []
+    for leaf in leaves:
+        row, mesh = _live_row(leaf)
+        if first is None:
+            first = mesh
+        if mesh is not None and mesh != first:
+            row = row._replace(reason=f"{row.reason}, on {_mesh_text(mesh)}", mesh=mesh)
+        follows = leaf.follows
+        if follows is not None and follows.path is not None:
+            if follows.has_all_of(len(by_path[follows.path].shape)):
+                row = row._replace(follows=follows.path)
+        rows.append(row)
+    return rows, first
+
+
+def _mesh_text(mesh: AnyMesh) -> str:
+    """Format a mesh with its first devices, to distinguish it from a mesh of the same sizes."""
+    text = f"the mesh {mesh_view(mesh)}"
+    if isinstance(mesh, Mesh):
+        text += f" of {listed(list(map(_device_text, mesh.devices.flat)))}"
+    return text
+
+
+def _device_text(device: Device) -> str:
+    return f"{device.platform}:{device.id}"
+
+
+def _live_row(leaf: Leaf) -> tuple[Row, AnyMesh | None]:
+    """Return the row of an array, and its mesh.
+
+    An array without a `NamedSharding`, such as a NumPy array, has no spec. A traced array
+    with a mesh axis that is not Explicit has no spec either.
+    """
+    value, shape = leaf.value, leaf.shape
+    if not isinstance(value, jax.Array | jax.ShapeDtypeStruct):
+        return row_of(leaf, None, "a NumPy array in host memory", shape), None
+    if isinstance(value, Tracer):
+        sharding, reason = jax.typeof(value).sharding, "from its type"
+        if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
+            return row_of(leaf, None, "traced, without a mesh in its type", shape), None
+        if not sharding.mesh.are_all_axes_explicit:
+            return row_of(leaf, None, _NOT_EXPLICIT, shape), sharding.mesh
+    else:
+        sharding, reason = value.sharding, "as it is sharded now"
+    if sharding is None:
+        return row_of(leaf, None, "abstract, with no sharding", shape), None
+    local = tuple(sharding.shard_shape(shape))
+    kind = other_memory(sharding)
+    # A `ShapeDtypeStruct` and a traced array have no attribute `committed`, and have a sharding
+    # only if the user chose it.
+    committed = isinstance(value, Tracer) or bool(getattr(value, "committed", True))
+    if isinstance(sharding, SingleDeviceSharding):
+        device = _device_text(next(iter(sharding.device_set)))
+        how = "committed to" if committed else "uncommitted, on"
+        return row_of(leaf, None, f"{how} the device {device}", local, 1, kind), None
+    if not isinstance(sharding, NamedSharding):
+        reason += f", with a {type(sharding).__name__}"
+        copies = _copies(len(sharding.device_set), shape, local)
+        return row_of(leaf, None, reason, local, copies, kind), None
+    if not committed:
+        reason += ", uncommitted"
+    spec, mesh = of_rank(sharding.spec, len(shape)), sharding.mesh
+    return row_of(leaf, spec, reason, local, _copies(mesh.size, shape, local), kind), mesh
+
+
+# In the type's spec, `None` may mean "unsharded" or "unknown": a type does not contain Auto axes,
+# and in a `shard_map`, shapes are local along Manual axes.
+_NOT_EXPLICIT = (
+    "traced, and not all mesh axes are Explicit, so its type does not contain its whole sharding"
+)
+
+
+def _copies(devices: int, shape: tuple[int, ...], local: tuple[int, ...]) -> int:
+    """Return the number of devices that hold each byte of an array."""
+    # An array without elements counts as replicated.
+    return devices * max(math.prod(local), 1) // max(math.prod(shape), 1)
+
+
+class ShownByPlan:
+    """Base class of modules that a notebook shows as a plan of their current sharding."""
+
+    def _repr_html_(self) -> str | None:
+        """Render the module as HTML, or return None if it has no arrays, or contains specs."""
+        shown = current_plan(self)
+        return None if shown is None else shown._repr_html_()
+
+
+def current_plan(tree: Tree) -> Plan | None:
+    """Return the plan of a tree's current sharding.
+
+    Return None if the tree contains no arrays, or contains specs.
+    """
+    leaves = jax.tree.leaves(tree)
+    if not any(map(is_array, leaves)) or any(isinstance(x, Sharding | P) for x in leaves):
+        return None
+    return plan(tree)
+
+
+def short_text(tree: Tree) -> str | None:
+    """Return a line with a tree's class, the number of its arrays, their bytes, and the mesh.
+
+    Return None if the tree contains no arrays, or contains specs.
+    """
+    shown = current_plan(tree)
+    if shown is None:
+        return None
+    size = bytes_text(shown.total_bytes)
+    text = f"{type(tree).__name__} of {count(len(shown), 'array')}, {size}"
+    if shown.sizes:
+        text += f", on the mesh {shown.view}"
+    return text

@@ -10,8 +10,7 @@ from functree.errors import FunctreeValueError, Problem
 from functree.labels.filters import FilterLike, as_filter, check_wrt, is_trainable
 from functree.labels.leaf import Leaf, meeting
 from functree.labels.leaves import Leaves
-from functree.labels.optimizer.followed_parameters import Optimizer, TrainedModel
-from functree.labels.optimizer.optimizer_state import optimizer_state
+from functree.labels.optimizer.followed_parameters import Optimizer, TrainedModel, optimizer_state
 from functree.labels.optimizer.stack_treatment import warn_of_stacks
 from functree.layout.decide import Decisions, decide_parts, follow, plan_decisions, read_for
 from functree.layout.decision import leaf_problems, refuse

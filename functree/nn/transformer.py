@@ -18,7 +18,7 @@ from functree.argument_checks import (
     is_integers,
 )
 from functree.errors import FunctreeValueError, count
-from functree.layout.plan.notebook import ShownByPlan
+from functree.layout.decide import ShownByPlan
 from functree.nn.activations import activation, inputs, unsharded_sequence
 from functree.nn.attention.attend import next_positions
 from functree.nn.attention.layer import Positions, Segments, check_order

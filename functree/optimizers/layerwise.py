@@ -11,7 +11,7 @@ from functree.devices.placement import is_concrete
 from functree.errors import USERS_ERRORS, FunctreeValueError, Problem, listed
 from functree.labels.leaf import array_problem
 from functree.labels.leaves import Leaves, arrays_by_path, read
-from functree.labels.optimizer.followed_parameters import check_optimizer
+from functree.labels.optimizer.followed_parameters import check_optimizer, remembered, trained_type
 from functree.labels.optimizer.layers import (
     for_layers,
     mapped_init,
@@ -19,7 +19,6 @@ from functree.labels.optimizer.layers import (
     single_layers,
     stack_sizes,
 )
-from functree.labels.optimizer.optimizer_state import remembered, trained_type
 from functree.labels.optimizer.stack_treatment import UPDATES, traced_update
 from functree.layout.decide import plan
 from functree.layout.state_sharding import StateSharding

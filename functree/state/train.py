@@ -21,8 +21,8 @@ from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves, arrays_by_path, read
 from functree.labels.optimizer.followed_parameters import check_optimizer
 from functree.labels.optimizer.stack_treatment import warn_of_stacks
+from functree.layout.decide import ShownByPlan, current_plan, short_text
 from functree.layout.layout import LayoutTree
-from functree.layout.plan.notebook import ShownByPlan, current_plan, short_text
 from functree.layout.plan_optimizer import nothing_to_train, plan_optimizer, select_trained
 from functree.placing.shard import shard
 from functree.state.state import State, StateRef, apart, place_state, strong

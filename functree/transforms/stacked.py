@@ -15,7 +15,7 @@ from jaxtyping import Array, Int, PRNGKeyArray
 
 from functree.argument_checks import FUNCTION, POSITIONS, Flag, Key, Size, Takes, checked, is_size
 from functree.errors import AxesError, FunctreeValueError, count
-from functree.layout.plan.notebook import ShownByPlan
+from functree.layout.decide import ShownByPlan
 from functree.transforms.compiled_once import compiled_once
 from functree.transforms.pipeline import (
     arrays_with_path,
@@ -252,7 +252,7 @@ def _scanned(
     if stages:
         check_pipeline(stacked.axis, stages, microbatches, collect, state)
     else:
-        arrays = [scannable(array) for array in arrays]
+        arrays = list(map(scannable, arrays))
     step = step_with(args)
     if isinstance(policy, Offload):
         check_names(policy, type(stacked.layer).__name__, partial(run, step=step), x, arrays)

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import functree as ft
-from functree.compiled.read import CompiledProgram, read_ledger
+from functree.compiled.ledger import CompiledProgram, read_ledger
 from tests.lib.checks import raises
 from tests.lib.meshes import EXPLICIT, MESH
 

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers
 
 import functree as ft
-from functree.compiled.read import CompiledProgram, read_ledger
+from functree.compiled.ledger import CompiledProgram, read_ledger
 from tests.lib.meshes import MESH
 
 # Phases and paths are read from the lines and scopes of the source.

@@ -24,7 +24,7 @@ from functree.io.checkpoints.manifest import Manifest, SavedArray
 from functree.io.laid_out import partly
 from functree.labels.leaf import Leaf, array_problem, meeting
 from functree.labels.leaves import read
-from functree.layout.plan.live_arrays import live_rows
+from functree.layout.decide import live_rows
 from functree.processes.agreement import Facts
 from functree.processes.digest import digest
 from functree.report.json_text import parsed

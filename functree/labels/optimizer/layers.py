@@ -14,8 +14,7 @@ import optax
 
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import Leaves, arrays_by_path, read
-from functree.labels.optimizer.followed_parameters import Shape, TrainedModel
-from functree.labels.optimizer.optimizer_state import optimizer_state
+from functree.labels.optimizer.followed_parameters import Shape, TrainedModel, optimizer_state
 from functree.tree.arrays import AnyArray, Tree
 from functree.tree.paths import Keys, Path
 from functree.tree.skeleton.skeleton import Skeleton

@@ -16,9 +16,13 @@ from jax.extend.core import Literal
 from functree.errors import USERS_ERRORS, FunctreeError, listed, warn
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import arrays_by_path
-from functree.labels.optimizer.followed_parameters import TrainedModel, owners_of
+from functree.labels.optimizer.followed_parameters import (
+    TrainedModel,
+    owners_of,
+    remembered,
+    trained_type,
+)
 from functree.labels.optimizer.layers import mapped_init, mapped_update
-from functree.labels.optimizer.optimizer_state import remembered, trained_type
 from functree.tree.arrays import AnyArray, Tree
 from functree.tree.interfaces import Stack
 from functree.tree.jaxprs import NOTHING, Sources, dependencies, is_random

@@ -338,7 +338,7 @@ def _is_spread(array: AnyArray) -> bool:
 
 def _uses_mesh(jaxpr: Any) -> bool:
     """Return whether the result of a function depends on an argument that is on a mesh."""
-    needed = {id(x) for x in jaxpr.outvars}
+    needed = set(map(id, jaxpr.outvars))
     for equation in reversed(jaxpr.eqns):
         if equation.effects or any(id(x) in needed for x in equation.outvars):
             needed.update(map(id, equation.invars))
