@@ -206,19 +206,18 @@ class Context(NamedTuple):
 
 def inside_of(context: Context, cls: type) -> Context:
     """Return the context below a node of a class."""
-    return context._replace(within=(*context.within, cls))
+    # The constructor is several times faster than `_replace`.
+    return Context((*context.within, cls), *context[1:])
 
 
-def _in_module(node: Tree, inside: Context, opened: tuple[GivenNames, ...]) -> Context:
+def _in_module(node: Tree, context: Context, opened: tuple[GivenNames, ...]) -> Context:
     """Return the context below a module, with the module's stack and the names given there."""
-    stack = inside.stack
+    within, stack, given, buffer, _, below = context
     if isinstance(node, Stack):
         stack = (*stack, *node.stack_axes())
-    for given in opened:
-        stack = (*stack, *given.names.stack)
-    # The constructor is several times faster than `_replace`.
-    within, _, given, buffer, _, below = inside
-    return Context(within, stack, given + opened, buffer, None, below)
+    for source in opened:
+        stack = (*stack, *source.names.stack)
+    return Context((*within, type(node)), stack, given + opened, buffer, None, below)
 
 
 class _Walk:
@@ -313,15 +312,16 @@ class _Walk:
     def _node(self, node: Tree, kind: Kind, path: Keys, hint: Hint, context: Context) -> None:
         """Visit a module, a named tuple, or a node of another class registered with JAX."""
         cls = type(node)
-        fields = field_hints(cls, hint)
-        inside, opened = inside_of(context, cls), ()
+        fields, opened = field_hints(cls, hint), ()
         if isinstance(node, TrainingState) and first_beginning(path, self.training) is None:
             self.training[Path(path)] = node
         # A subclass of dict, such as an OrderedDict, is a container. A field's names apply to the
         # modules in the container.
-        if not isinstance(node, dict):
+        if isinstance(node, dict):
+            inside = inside_of(context, cls)
+        else:
             opened = given_at(node, len(path), context.pending, self.names)
-            inside = _in_module(node, inside, opened)
+            inside = _in_module(node, context, opened)
         for keys, child in kind.paths(node):
             if kind.by_field or keys[-1] in fields.parts:
                 below = fields.child(keys[-1])
