@@ -4,7 +4,7 @@ A `Collective` is an array that a program moves between devices. A `Memory` hold
 program needs on one device.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -167,6 +167,11 @@ def judge_later(
     values = vars(row)
     del values["verdict"], values["cause"]
     values[_JUDGE] = judge
+
+
+def total_of(collectives: Iterable[Collective]) -> int:
+    """Return the bytes of all runs of some collectives."""
+    return sum([collective.total for collective in collectives])
 
 
 class BytesByPath(Mapping[Path, int]):

@@ -16,7 +16,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 from functree.argument_checks import shown
-from functree.compiled.collective import BytesByPath, Collective, Memory, judge_later
+from functree.compiled.collective import BytesByPath, Collective, Memory, judge_later, total_of
 from functree.compiled.data_flow import DataFlow
 from functree.compiled.garbage import without_collector
 from functree.compiled.hlo import Hlo
@@ -128,7 +128,7 @@ class Ledger:
     @property
     def attributed(self) -> float:
         """The share of moved bytes attributed to parameters, from 0 to 1; 1 if nothing is moved."""
-        total = sum(collective.total for collective in self.collectives)
+        total = total_of(self.collectives)
         if total == 0:
             return 1.0
         return sum(collective.total for collective in self.collectives if collective.paths) / total
@@ -253,7 +253,7 @@ def moved_total(before: Sequence[Collective], after: Sequence[Collective]) -> Ch
 
 
 def _moved_bytes(collectives: Sequence[Collective]) -> Bytes:
-    return Bytes(sum(collective.total for collective in collectives))
+    return Bytes(total_of(collectives))
 
 
 def memory_changes(before: Memory, after: Memory) -> Iterator[Change]:
@@ -326,7 +326,7 @@ class _Page(NamedTuple):
         return report_html(title, head, content, page)
 
     def _cards(self) -> list[Card]:
-        total = sum(collective.total for collective in self.ledger.collectives)
+        total = total_of(self.ledger.collectives)
         return [
             Card(bytes_text(total), "moved to each device per run"),
             Card(bytes_text(self.ledger.memory.peak), "peak memory"),

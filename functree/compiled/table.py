@@ -9,7 +9,7 @@ import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from functree.compiled.collective import Collective, Memory
+from functree.compiled.collective import Collective, Memory, total_of
 from functree.compiled.sources import source_end
 from functree.errors import count
 from functree.report.table import (
@@ -162,7 +162,7 @@ One row for both would hide which of them moves more."""
 
 def _of_one_size(groups: Sequence[list[Collective]]) -> list[list[list[Collective]]]:
     """Divide groups into lists of groups that move about the same amount."""
-    totals = [sum(collective.total for collective in group) for group in groups]
+    totals = list(map(total_of, groups))
     divided: list[list[list[Collective]]] = []
     left = list(range(len(groups)))
     while left:
@@ -187,7 +187,7 @@ def _row(alike: Sequence[Collective]) -> TableRow:
         kind=first.kind,
         axes=axes_text(first.mesh_axes),
         runs=str(sum(times)) if len(times) == len(alike) else "?",
-        total=sum(collective.total for collective in alike),
+        total=total_of(alike),
         where=", ".join(details),
         collectives=tuple(alike),
         paths=tuple(map(_path, alike)) if len(first.paths) == 1 else (),

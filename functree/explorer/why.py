@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from functree.argument_checks import FLAG, SIZE, check
 from functree.calls.program_ledger import ledger_of
-from functree.compiled.collective import Cause, Collective
+from functree.compiled.collective import Cause, Collective, total_of
 from functree.compiled.flops import count_flops
 from functree.compiled.ledger import Ledger
 from functree.compiled.shardy import moved_bytes
@@ -287,7 +287,7 @@ class _Figures(NamedTuple):
     @classmethod
     def of(cls, ledger: Ledger, text: str) -> "_Figures":
         memory = ledger.memory
-        moved = sum(one.total for one in ledger.collectives)
+        moved = total_of(ledger.collectives)
         given = sum(memory.arguments.values())
         return cls(moved, memory.peak, count_flops(text).total, given)
 

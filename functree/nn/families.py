@@ -113,7 +113,7 @@ _NEW_FIELD = (
 def _is_token(value: Any) -> bool:
     """Return whether a value is a token, a list of tokens (for chat models), or null."""
     tokens = value if isinstance(value, list) else [value]
-    return value is None or all(type(token) is int for token in tokens)
+    return value is None or set(map(type, tokens)) <= {int}
 
 
 def _is_full_attention(value: Any) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from functree.argument_checks import EXTENT, ITERABLE, LOCAL_FILE, TEXT, Takes, check, shown
-from functree.compiled.collective import Collective
+from functree.compiled.collective import Collective, total_of
 from functree.compiled.data_flow import KINDS
 from functree.compiled.ledger import Ledger
 from functree.compiled.table import rows_of_parameters
@@ -198,7 +198,7 @@ def assert_collectives(
         raise AssertionError(f"the program has collectives that are not allowed\n{_listed(others)}")
     for kind, most in budgets.items():
         moved = list(filter(kind.covers, found.collectives))
-        total = sum(one.total for one in moved)
+        total = total_of(moved)
         if total > most:
             raise AssertionError(
                 f"{kind} moves {bytes_text(total)}, which is {bytes_text(total - most)} more than "
