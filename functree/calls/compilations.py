@@ -301,6 +301,8 @@ class Log:
         if self._earlier:
             nearest = differences(min(self._earlier, key=now.distance), now)
         if self._earlier and not nearest:
+            if shared:
+                return  # nothing was compiled, and nothing differs
             # Nothing that is compared differs, so a JAX setting changed, such as the matmul
             # precision.
             nearest = (

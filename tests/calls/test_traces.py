@@ -72,6 +72,18 @@ def test_other_options_do_not(case: str):
     assert len(traces) == 2 and not other.compilations[0].shared
 
 
+def test_a_program_of_another_wrapper_for_an_equal_call_is_no_news():
+    """The second wrapper compiles by `lower`, and then calls what the first has made."""
+    f, _ = counted()
+    x = ft.shard(jnp.ones(8), P("data"), MESH)
+    first, second = ft.jit(f, mesh=MESH), ft.jit(f, mesh=MESH)
+    first(x)
+    jax.clear_caches()  # otherwise `lower` has nothing to compile
+    second.lower(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)).compile()
+    second(x)
+    assert [str(one) for one in second.compilations] == ["compilation 1: the first"]
+
+
 def test_the_wrappers_of_shard_map_and_init_share_too():
     f, traces = counted()
     for _ in range(3):
