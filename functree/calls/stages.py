@@ -290,7 +290,7 @@ class Lowered(Stage[jax.stages.Lowered]):
     def __init__(self, stage: jax.stages.Lowered, call: StagedCall):
         super().__init__(stage, call)
         # A ledger calls this function when its first verdict is read. Until then, the ledger keeps
-        # the lowered program, but not the arrays that the program closes over.
+        # the lowered program.
         module, output = stage.compiler_ir("stablehlo"), stage.out_info
         self._layouts = cache(lambda: layouts_of(module, output.paths()))
 
@@ -472,7 +472,8 @@ class Compiled(Stage[jax.stages.Compiled]):
         """Return a ledger of the bytes that the program moves between devices and keeps in memory.
 
         The ledger attributes the moved bytes to parameters. Verdicts and causes are computed when
-        one of them is first read. Until then, the ledger keeps the lowered program in memory.
+        one of them is first read. Until then, the ledger keeps the lowered program in memory,
+        including constants. Causes quote the source files as they are then.
 
         Raises:
             FunctreeError: if the compiler returns no program text.

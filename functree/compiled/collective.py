@@ -5,7 +5,7 @@ program needs on one device.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from functree.argument_checks import shown
@@ -68,7 +68,7 @@ class _OnDemand:
         if judge is not None:
             values["verdict"], values["cause"] = judge(row)
             values.pop(_JUDGE, None)
-        return values[self._name]
+        return values.get(self._name)
 
 
 _JUDGE = "_judge"
@@ -143,7 +143,8 @@ class Collective:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy, for example in another process, has the verdict and the cause.
-        return {one.name: getattr(self, one.name) for one in fields(self)}
+        _ = self.verdict
+        return dict(vars(self))
 
     @property
     def path(self) -> Path | None:

@@ -8,6 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from itertools import chain
+from operator import ne
 
 from functree.compiled.collective import Cause, Collective
 from functree.compiled.layouts import Layouts
@@ -130,7 +131,7 @@ class Verdicts:
         # JAX 0.12 names collectives after the operation that computes the array. If that is a
         # constraint, a later operation may need the array in a different sharding.
         is_before = operation is not None and primitive in ("reshard", CONSTRAINT)
-        if primitive in _WRITTEN and not is_before:
+        if primitive in _WRITTEN and not (is_before and self._keeps_spec(name)):
             return _OPAQUE
         if collective.kind == "collective-permute" and primitive.startswith(_SHIFTS):
             return "neighboring shards need each other's edges"
@@ -268,14 +269,17 @@ class Verdicts:
         """Return the mesh axes that shard a dimension of an operand, but not of the result."""
         relayed: set[str] = set()
         turns = row.op in _TURNS
-        # A convolution does not move the dimensions of its first operand.
-        images = row.operands[:1] if row.op == "convolution" else ()
-        for j in row.operands:
-            operand = self._rows[j]
+        for k, operand in enumerate([self._rows[j] for j in row.operands]):
             relayed |= named_axes(operand.spec) - named_axes(row.spec)
-            if turns or j in images or operand.shape == row.shape:
-                relayed |= {axis for axis, _ in _places(operand, turns) - _places(row, turns)}
+            is_image = k == 0 and row.op == "convolution" and _keeps_dimensions(operand, row)
+            if turns or is_image or operand.shape == row.shape:
+                relayed |= {axis for axis, _ in _positions(operand, turns) - _positions(row, turns)}
         return relayed
+
+    def _keeps_spec(self, name: str) -> bool:
+        """Return whether constraints with this name only compute an array."""
+        constraints = [self._rows[i] for i in self._by_name[name]]
+        return all(self._rows[j].spec == row.spec for row in constraints for j in row.operands)
 
     def _sums(self, i: int, axes: set[str]) -> bool:
         """Return whether a product sums over a dimension that these mesh axes shard.
@@ -289,9 +293,12 @@ class Verdicts:
     def _cause(self, index: int, axes: set[str], reason: str) -> Cause:
         row = self._rows[index]
         operands = [self._rows[i] for i in row.operands if self._rows[i].shape]
-        earlier: Sequence[LaidOut] = ()
+        earlier, hint = list[LaidOut](), ""
         if not reason:
-            row, earlier = self._constraint_after(index, axes), self._relaid_before(index, axes)
+            earlier, hint = self._relaid_before(index, axes), self._hint(row, operands)
+        # An operation with a hint loses its sharding anyway.
+        if not reason and not hint:
+            row = self._constraint_after(index, axes)
         origins = dict[str, None]()
         for other in (*operands, row, *earlier):
             origins |= dict.fromkeys(other.origins.values())
@@ -300,7 +307,6 @@ class Verdicts:
         elif row.op == RESULT:
             origins[row.name] = None
         before, after = tuple(map(_laid_out, operands)), _laid_out(row)
-        hint = "" if reason else self._hint(row, operands)
         return Cause(
             row.op, row.source, row.expression, before, after, tuple(origins), reason, hint
         )
@@ -312,9 +318,9 @@ class Verdicts:
         """
         row = self._rows[i]
         turns = row.op in _TURNS
-        gained = _places(row, turns)
+        gained = _positions(row, turns)
         for j in row.operands:
-            gained -= _places(self._rows[j], turns)
+            gained -= _positions(self._rows[j], turns)
         lines = {row.origins[axis] for axis, _ in gained if axis in axes}
         for j in self._near(i, lambda j: self._users[j]) if lines else ():
             later = self._rows[j]
@@ -370,18 +376,26 @@ def _is_combined(name: str) -> bool:
     return "/(" in name and name.endswith(")")
 
 
-def _places(row: LaidOut, turns: bool) -> set[tuple[str, int]]:
+def _positions(row: LaidOut, turns: bool) -> set[tuple[str, int]]:
     """Return each mesh axis with the dimension that it shards.
 
     Args:
         row: an array.
         turns: whether dimensions are identified by their sizes, and not by their indices.
     """
-    return {
-        (axis, size if turns else dim)
-        for dim, (size, axes) in enumerate(zip(row.shape, row.spec.partitions, strict=True))
-        for axis in mesh_axes(axes)
-    }
+    positions: set[tuple[str, int]] = set()
+    for dim, (size, axes) in enumerate(zip(row.shape, row.spec.partitions, strict=True)):
+        positions.update((axis, size if turns else dim) for axis in mesh_axes(axes))
+    return positions
+
+
+def _keeps_dimensions(images: LaidOut, result: LaidOut) -> bool:
+    """Return whether a convolution changes only the channels of its images.
+
+    The convolution for a kernel's gradient has other dimensions than its operands.
+    """
+    batch, *others = map(ne, images.shape, result.shape)
+    return not batch and sum(others) < 2
 
 
 def _laid_out(row: LaidOut) -> str:

@@ -134,3 +134,50 @@ def test_the_cause_of_what_is_moved_most(case: Case):
     told = [f"{origin} {text_of(origin)}" for origin in cause.origins]
     for wanted in case.origins:
         assert any(wanted in text for text in told), (wanted, told)
+
+
+def ledger_of(f: Callable[..., Any], specs: tuple[Any, ...], *shapes: tuple[int, ...]) -> ft.Ledger:
+    arrays = [ShapeDtypeStruct(shape, "float32") for shape in shapes]
+    mesh = ft.make_mesh(data=2, model=4)
+    with jax.set_mesh(mesh):
+        return ft.ledger(f, *arrays, in_shardings=specs, mesh=mesh)
+
+
+def test_the_gradients_of_two_convolutions_are_asked_for():
+    """The convolution for a kernel's gradient moves dimensions, and relays nothing."""
+
+    def conv(x: Array, kernel: Array) -> Array:
+        return lax.conv_general_dilated(
+            x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    def loss(up: Array, down: Array, up2: Array, down2: Array, x: Array) -> Array:
+        x = x + conv(jax.nn.relu(conv(x, up)), down)
+        x = x + conv(jax.nn.relu(conv(x, up2)), down2)
+        return jnp.mean(x**2)
+
+    up, down = P(None, None, None, "model"), P(None, None, "model")
+    gradient, shapes = jax.grad(loss, (0, 1, 2, 3)), ((3, 3, 16, 32), (3, 3, 32, 16))
+    ledger = ledger_of(gradient, (up, down, up, down, P("data")), *shapes, *shapes, (8, 16, 16, 16))
+    assert {row.kind for row in ledger.collectives} == {"all-reduce"}
+    assert {row.verdict for row in ledger.collectives} == {"asked"}
+
+
+def test_a_constraint_that_adds_a_mesh_axis_in_front_is_asked_for():
+    def best(x: Array) -> Array:
+        return lax.top_k(constrained(x, P(None, ("data", "model"))), 4)[0]
+
+    rows = ledger_of(best, (P(None, "model"),), (32, 64)).collectives
+    permutes = [row for row in rows if row.kind == "collective-permute"]
+    assert permutes and {row.verdict for row in permutes} == {"asked"}
+
+
+def test_an_operation_with_a_hint_is_the_cause_before_a_constraint():
+    def joined(a: Array, b: Array) -> Array:
+        both = jnp.concatenate([a, b], 0)
+        return constrained(both, P("model", "data"))
+
+    rows = ledger_of(joined, (P("data"), P("data")), (32, 64), (32, 64)).collectives
+    causes = [row.cause for row in rows if row.cause is not None]
+    assert [cause.op for cause in causes] == ["concatenate"] * len(rows)
+    assert all("concatenates along a sharded dimension" in cause.hint for cause in causes)
