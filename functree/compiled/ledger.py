@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, TypeVar
 from functree.argument_checks import shown
 from functree.compiled.collective import BytesByPath, Collective, Memory, judge_later, total_of
 from functree.compiled.data_flow import DataFlow
-from functree.compiled.garbage import without_collector
 from functree.compiled.hlo import Hlo
 from functree.compiled.layouts import Layouts, named
 from functree.compiled.moved_arrays import (
@@ -29,6 +28,7 @@ from functree.compiled.moved_arrays import (
     unknown_collectives,
 )
 from functree.compiled.provenance import Provenance, Shape, Shapes
+from functree.compiled.shardy import without_collector
 from functree.compiled.sources import Sources
 from functree.compiled.table import (
     NO_PARAMETER,

@@ -120,7 +120,7 @@ def _is_full_attention(value: Any) -> bool:
     """Return whether a value of `layer_types` gives no layer a window."""
     if value is None:
         return True
-    return isinstance(value, list) and all(kind == "full_attention" for kind in value)
+    return isinstance(value, list) and value.count("full_attention") == len(value)
 
 
 SIZES = {

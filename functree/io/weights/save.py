@@ -80,8 +80,7 @@ def save_weights(folder: Annotated[str | FilePath, LOCAL_FOLDER], model: Model) 
     # All checks run before the first file is created.
     with Agreement(failure) as agreement:
         safetensors = import_extra("safetensors.numpy", "weights")
-        problems = map(not_saveable, leaves)
-        if found := [problem for problem in problems if problem is not None]:
+        if found := list(filter(None, map(not_saveable, leaves))):
             raise FunctreeValueError(failure, found)
         family = family_of_model(model)
         names = _names(model, leaves, family, failure)
