@@ -504,7 +504,7 @@ def methods(name: str, cls: type) -> dict[str, Any]:
     """The public methods that a class of functree defines, and that take arguments."""
     found: dict[str, Any] = {}
     for key, value in vars(cls).items():
-        inner = key.startswith("_") or key in ("decide", "asks", "claims", "stack_axes")
+        inner = key.startswith("_") or key in ("decide", "asks", "claims", "reached", "stack_axes")
         if (
             not inner
             and inspect.isfunction(getattr(value, "__func__", value))
