@@ -277,9 +277,11 @@ class Verdicts:
         return relayed
 
     def _keeps_spec(self, name: str) -> bool:
-        """Return whether constraints with this name only compute an array."""
-        constraints = [self._rows[i] for i in self._by_name[name]]
-        return all(self._rows[j].spec == row.spec for row in constraints for j in row.operands)
+        """Return whether constraints with this name only compute an array; False without any."""
+        kept: set[bool] = set()
+        for row in [self._rows[i] for i in self._by_name[name]]:
+            kept.update(self._rows[j].spec == row.spec for j in row.operands)
+        return kept == {True}
 
     def _sums(self, i: int, axes: set[str]) -> bool:
         """Return whether a product sums over a dimension that these mesh axes shard.

@@ -19,7 +19,6 @@ from functree.compiled.flops import count_flops
 from functree.devices.make_mesh import make_mesh
 from functree.devices.meshes import mesh_view
 from functree.devices.specs import mesh_axes, spec_text
-from functree.devices.specs import mesh_axes as entry_axes
 from functree.devices.targets import Target
 from functree.errors import FunctreeError, Problem, RuleError, count, error_text
 from functree.explorer.hardware import Hardware, Kind, bandwidth, check_links, kind_of, wire_bytes
@@ -122,7 +121,7 @@ def _named(layout: Layout) -> Iterator[str]:
             yield from layout.mesh_axes
         case SpecLayout():
             for entry in layout.spec.partitions:
-                yield from entry_axes(entry)
+                yield from mesh_axes(entry)
         case Plan():
             yield from named_mesh_axes([row.spec for row in layout.rows])
 

@@ -166,7 +166,7 @@ def decide(part: Part, leaves: Sequence[Leaf], view: MeshView) -> list[Decision]
     if part.for_arrays is not None and all(map(is_bare, leaves)):
         layout = part.for_arrays
     # The decisions of most layouts do not depend on paths.
-    asking = any(type(inner).asks is not Layout.asks for inner in list(walk(layout)))
+    asking = any(type(inner).asks is not Layout.asks for inner in walk(layout))
     known: dict[Hashable, Decision] = {}
     decided: dict[int, Decision] = {}
     followers: list[int] = []
@@ -627,7 +627,8 @@ class ShownByPlan:
 def current_plan(tree: Tree) -> Plan | None:
     """Return the plan of a tree's current sharding.
 
-    Return None if the tree contains no arrays, or contains specs.
+    It reads only shapes and shardings, so the arrays may be donated or traced. Return None if the
+    tree contains no arrays, or contains specs.
     """
     leaves = jax.tree.leaves(tree)
     if not any(map(is_array, leaves)) or any(isinstance(x, Sharding | P) for x in leaves):

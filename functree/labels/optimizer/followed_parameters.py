@@ -454,8 +454,6 @@ _CONFIG: Any = jax.config  # type checkers do not find its options
 _KNOWN: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 _REMEMBERED = 16  # the maximum number of results for each optimizer
 
-T = TypeVar("T")
-
 
 def remembered(tx: Any, key: Hashable, find: Callable[[], T], *, of_update: bool = False) -> T:
     """Return an optimizer's cached result for a key, or compute and cache it.
