@@ -17,8 +17,7 @@ from functree.calls.closures import held, kept_by
 from functree.calls.signature import RESULT, AnyFunction
 from functree.calls.static_arguments import JAX_VALUE, is_jax_value
 from functree.errors import FunctreeTypeError, Problem, count
-from functree.labels.leaf import array_problem
-from functree.labels.leaves import read, too_deep
+from functree.labels.leaves import array_problem, read, too_deep
 from functree.tree.arrays import AnyArray, Tree
 from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton

@@ -27,7 +27,7 @@ from functree.errors import (
     count,
     warn,
 )
-from functree.labels.leaf import array_problem
+from functree.labels.leaves import array_problem
 from functree.tree.arrays import AnyArray
 from functree.tree.jaxprs import all_equations
 from functree.tree.paths import Path

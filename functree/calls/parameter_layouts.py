@@ -10,8 +10,7 @@ from functree.calls.signature import Signature
 from functree.errors import RuleError, count, did_you_mean
 from functree.labels.leaves import Leaves
 from functree.labels.training_state import Scope
-from functree.layout.decide import read_for
-from functree.layout.layout import LayoutTree, Part, is_layout, meant_rules
+from functree.layout.layout import LayoutTree, Part, is_layout, meant_rules, read_for
 from functree.tree.paths import Path
 
 

@@ -14,8 +14,7 @@ from functree.compiled.diagnostics import CompilerOutput, listening
 from functree.compiled.layouts import Layouts
 from functree.compiled.ledger import CompiledProgram, Ledger, read_ledger
 from functree.compiled.provenance import Shape, Shapes
-from functree.devices.meshes import backend_text
-from functree.devices.specs import named_axes
+from functree.devices.meshes import backend_text, named_axes
 from functree.errors import FunctreeError, FunctreeValueError, count
 from functree.tree.paths import Path
 

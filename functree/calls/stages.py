@@ -26,7 +26,7 @@ from functree.devices.meshes import backend_text
 from functree.devices.placement import is_placed, other_memory, sharding_text
 from functree.devices.targets import device_memory
 from functree.errors import FunctreeError, FunctreeTypeError, Problem
-from functree.labels.leaf import array_problem
+from functree.labels.leaves import array_problem
 from functree.report.table import bytes_text
 from functree.tree.arrays import AnyArray, Tree, abstract
 from functree.tree.paths import Path

@@ -66,7 +66,8 @@ from functree.explorer.explore import NOT_COMPILED, explore
 from functree.explorer.ranking import Ranking
 from functree.explorer.step import Step
 from functree.explorer.why import Why, why
-from functree.layout.decide import plan_tree
+from functree.layout.decide import plan_leaves
+from functree.layout.layout import read_on_mesh
 from functree.layout.plan.plan import Plan
 
 # Errors about layouts, and the compiler's errors.
@@ -115,7 +116,7 @@ def plan(options: Namespace) -> Outcome:
         if isinstance(layout, tuple) and layout:  # one layout for each argument
             layout = layout[0]
     with refusing():
-        report = plan_tree(tree, layout, sizes, check=False)
+        report = plan_leaves(*read_on_mesh(tree, layout, sizes), check=False)
     return Outcome(report, PROBLEMS if report.problems else FINE, note)
 
 

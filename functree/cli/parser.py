@@ -22,7 +22,7 @@ from jax.core import Tracer
 from functree.argument_checks import shown
 from functree.calls.closures import closed_over, held
 from functree.cli.failure import UNUSABLE, Failure, UsersCode, refusing
-from functree.devices.specs import entry
+from functree.devices.meshes import entry
 from functree.errors import RuleError, did_you_mean
 from functree.layout.fsdp import FSDP
 from functree.layout.layout import Layout, LayoutTree

@@ -9,8 +9,7 @@ from typing import Any
 
 from functree.argument_checks import shown
 from functree.compiled.shardy import ARGUMENT, LaidOut, laid_out
-from functree.devices.meshes import MeshView
-from functree.devices.specs import mesh_axes
+from functree.devices.meshes import MeshView, mesh_axes
 from functree.errors import FunctreeTypeError, count
 from functree.report.diff import Diff, changes
 from functree.report.json_text import json_of, read_json

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 from jax.stages import Lowered
 
 from functree.compiled.sources import lines_of, source_end
-from functree.devices.specs import entry, mesh_axes, named_axes, of_rank
+from functree.devices.meshes import entry, mesh_axes, named_axes, of_rank
 from functree.errors import FunctreeError
 
 

@@ -14,7 +14,7 @@ from functree.compiled.collective import Cause, Collective
 from functree.compiled.layouts import Layouts
 from functree.compiled.provenance import Shape
 from functree.compiled.shardy import CONSTRAINT, RESULT, LaidOut
-from functree.devices.specs import mesh_axes, named_axes
+from functree.devices.meshes import mesh_axes, named_axes
 from functree.tree.paths import Path
 
 # A constraint may cause a move up to this many operations earlier.

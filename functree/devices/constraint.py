@@ -17,8 +17,7 @@ from jax.extend.mlir.dialects import sdy, stablehlo
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from functree.devices.meshes import tracing
-from functree.devices.specs import without
+from functree.devices.meshes import tracing, without
 from functree.tree.arrays import AnyArray
 
 _T = TypeVar("_T", bound=AnyArray)

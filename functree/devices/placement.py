@@ -8,11 +8,9 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding
 from jax.tree_util import tree_leaves
 
-from functree.devices.meshes import current_mesh, mesh_view
-from functree.devices.specs import spec_text
+from functree.devices.meshes import current_mesh, mesh_view, spec_text
 from functree.errors import FunctreeError, Problem, count
-from functree.labels.leaf import array_problem
-from functree.labels.leaves import read
+from functree.labels.leaves import array_problem, read
 from functree.tree.arrays import Tree
 from functree.tree.paths import Path
 

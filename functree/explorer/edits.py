@@ -21,8 +21,7 @@ from functree.compiled.ledger import Ledger
 from functree.compiled.shardy import ARGUMENT, CONSTRAINT
 from functree.compiled.sources import lines_of
 from functree.compiled.verdicts import COMPILER
-from functree.devices.placement import first_mesh, is_sharded_as
-from functree.devices.specs import (
+from functree.devices.meshes import (
     entry,
     mesh_axes,
     named_axes,
@@ -31,6 +30,7 @@ from functree.devices.specs import (
     spec_text,
     without,
 )
+from functree.devices.placement import first_mesh, is_sharded_as
 from functree.errors import FunctreeError, FunctreeWarning
 from functree.labels.leaves import read
 from functree.layout.layout import as_layout, is_layout, walk

@@ -17,8 +17,7 @@ from functree.argument_checks import FLAG, FUNCTION, MAPPING, SIZE, TEXT, Takes,
 from functree.calls.stages import SMALLER
 from functree.compiled.flops import count_flops
 from functree.devices.make_mesh import make_mesh
-from functree.devices.meshes import mesh_view
-from functree.devices.specs import mesh_axes, spec_text
+from functree.devices.meshes import mesh_axes, mesh_view, spec_text
 from functree.devices.targets import Target
 from functree.errors import FunctreeError, Problem, RuleError, count, error_text
 from functree.explorer.hardware import Hardware, Kind, bandwidth, check_links, kind_of, wire_bytes

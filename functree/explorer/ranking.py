@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from functree.compiled.ledger import Ledger
-from functree.devices.specs import mesh_axes
+from functree.devices.meshes import mesh_axes
 from functree.errors import Problem, count, listed, problem_groups
 from functree.explorer.hardware import Hardware, MeshAxes
 from functree.layout.layout import LayoutTree

@@ -15,8 +15,7 @@ from functree.calls.signature import Signature
 from functree.devices.placement import is_deleted, refuse_deleted
 from functree.errors import FunctreeTypeError, FunctreeValueError, Problem, count, did_you_mean
 from functree.io.extras import ForeignErrors, import_extra
-from functree.labels.leaf import Leaf, array_problem
-from functree.labels.leaves import read
+from functree.labels.leaves import Leaf, array_problem, read
 from functree.transforms.jit.jitted import Jit
 from functree.tree.arrays import AnyArray, array_text, is_array, is_key
 from functree.tree.paths import Path

@@ -9,14 +9,13 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, Sharding
 
-from functree.devices.meshes import MeshLike, agreed_mesh, without_devices
+from functree.devices.meshes import MeshLike, without_devices
 from functree.errors import Problem
 from functree.labels.filters import Filter
-from functree.labels.leaf import Leaf
-from functree.labels.leaves import Leaves, read
-from functree.layout.decide import plan_leaves, read_for
+from functree.labels.leaves import Leaf, Leaves, read
+from functree.layout.decide import plan_leaves
 from functree.layout.decision import refuse
-from functree.layout.layout import LayoutTree, own_meshes
+from functree.layout.layout import LayoutTree, read_on_mesh
 from functree.processes.agreement import processes_text
 from functree.tree.arrays import is_key
 from functree.tree.paths import Path
@@ -43,8 +42,7 @@ def laid_out(
     if layout is None:
         leaves = read(like)
         return leaves, [_own_sharding(leaf.value) for leaf in leaves.leaves]
-    leaves, parts = read_for(like, layout)
-    view = agreed_mesh(mesh, own_meshes(parts))
+    leaves, parts, view = read_on_mesh(like, layout, mesh)
     planned = plan_leaves(leaves, parts, view, check=False)
     others: set[Path] = set()
     if only is not None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from functree.argument_checks import EXTENT, check_callback, is_number, shown
 from functree.errors import USERS_ERRORS, Problem, RuleError, error_text
-from functree.labels.leaf import Leaf
+from functree.labels.leaves import Leaf
 from functree.tree.arrays import Tree, value_text
 from functree.tree.axes import is_axis_name
 from functree.tree.globs import glob_pattern, literal_text, match_text, meant_glob

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from functree.labels.filters import Filter, Glob, first_name
-from functree.labels.leaf import FollowedLeaf, Leaf, Root
+from functree.labels.leaves import FollowedLeaf, Leaf, Root
 from functree.labels.optimizer.followed_parameters import TrainedModel, followed_by, following
 from functree.tree.interfaces import TrainingState
 from functree.tree.paths import Path, first_beginning

@@ -25,17 +25,17 @@ from functree.devices.meshes import (
     Device,
     MeshLike,
     MeshView,
-    agreed_mesh,
     agrees,
     compared_text,
     mesh_view,
+    of_rank,
+    spec_of,
+    spec_text,
 )
 from functree.devices.placement import other_memory
-from functree.devices.specs import of_rank, parts_over, spec_text
 from functree.errors import Problem, RuleError, ShardingError, count, listed, warn
 from functree.labels.filters import Filter, first_name
-from functree.labels.leaf import FollowedLeaf, Leaf, is_bare, is_in_module
-from functree.labels.leaves import Leaves, read
+from functree.labels.leaves import FollowedLeaf, Leaf, Leaves, is_bare, is_in_module, read
 from functree.labels.training_state import Scope, label_paths, names_field
 from functree.layout.decision import (
     WHOLE,
@@ -43,7 +43,6 @@ from functree.layout.decision import (
     Dimension,
     absent,
     leaf_problems,
-    local_shape,
     near_misses,
     refuse,
 )
@@ -51,9 +50,8 @@ from functree.layout.layout import (
     Layout,
     LayoutTree,
     Part,
-    broadcast,
-    merge_names,
-    own_meshes,
+    asks_more,
+    read_on_mesh,
     walk,
 )
 from functree.layout.plan.plan import Plan
@@ -136,7 +134,9 @@ def decide_parts(
     decisions = [decision for group in groups for decision in group.decisions]
     problems = [*leaves.problems, *_layout_problems(groups, view)]
     # A rule that one part does not use may be used in another part.
-    mentioned = list(dict.fromkeys(name for group in groups for name in group.mentioned))
+    mentioned: dict[str, None] = {}
+    for group in groups:
+        mentioned |= dict.fromkeys(group.mentioned)
     unused = absent(mentioned, leaves.leaves)
     problems += near_misses(known, decisions, unused)
     # Leaves that share a decision object have equal sizes in the sharded dimensions. If one of them
@@ -165,8 +165,7 @@ def decide(part: Part, leaves: Sequence[Leaf], view: MeshView) -> list[Decision]
     # If an argument is one array, its only leaf is bare.
     if part.for_arrays is not None and all(map(is_bare, leaves)):
         layout = part.for_arrays
-    # The decisions of most layouts do not depend on paths.
-    asking = any(type(inner).asks is not Layout.asks for inner in walk(layout))
+    asking = asks_more(layout)
     known: dict[Hashable, Decision] = {}
     decided: dict[int, Decision] = {}
     followers: list[int] = []
@@ -194,8 +193,7 @@ def _layout_problems(groups: Sequence[Group], view: MeshView) -> list[Problem]:
         leaves = [leaf for group in same for leaf in group.leaves]
         # Arguments that share a layout share the layout object.
         layouts = {id(layout): layout for group in same for layout in group.reached}.values()
-        own = [own_problems(layout, leaves, view) for layout in layouts]
-        for problem in chain(*own, _filter_problems(same)):
+        for problem in chain(own_problems(layouts, leaves, view), _filter_problems(same)):
             problems.setdefault(problem, []).extend(group.part for group in same)
     # Two parts of a tree may have equal layouts, which report the same problem.
     return list(starmap(_of_parts, problems.items()))
@@ -426,31 +424,7 @@ def plan(tree: Any, layout: LayoutTree = ..., mesh: MeshLike = None, *, check: b
             "plan: the layout is None: leave it out to see how the arrays are sharded now, or "
             "write `P()` to replicate them"
         )
-    return plan_tree(tree, layout, mesh, check=check)
-
-
-def plan_tree(
-    tree: Any,
-    layout: LayoutTree,
-    mesh: MeshLike,
-    *,
-    check: bool = True,
-    same: Sequence[int] | None = None,
-    allow_unspecified: bool = False,
-) -> Plan:
-    """Plan a tree, with the options of `plan_leaves`."""
-    leaves, parts = read_for(tree, layout)
-    view = agreed_mesh(mesh, own_meshes(parts))
-    return plan_leaves(
-        leaves, parts, view, check=check, same=same, allow_unspecified=allow_unspecified
-    )
-
-
-def read_for(tree: Any, layout: LayoutTree) -> tuple[Leaves, list[Part]]:
-    """Return the leaves of a tree, with the names that a layout gives, and the layout's parts."""
-    parts = broadcast(layout, tree)
-    hints = {part.path: part.layout.hint for part in parts if part.layout.hint is not None}
-    return read(tree, merge_names([part.layout for part in parts]), hints), parts
+    return plan_leaves(*read_on_mesh(tree, layout, mesh), check=check)
 
 
 def plan_leaves(
@@ -482,8 +456,8 @@ def plan_decisions(
     """Make a plan from decisions; problems raise an error if `check` is True."""
     if decided.problems and check:
         raise refuse(decided.problems, view)
-    rows = _rows(decided.leaves, decided.decisions, view)
     unused_names = [cls.__name__ for cls in leaves.unused]
+    rows = _rows(decided.leaves, decided.decisions, view)
     return Plan(rows, leaves.skeleton, view, decided.problems, decided.unused, unused_names)
 
 
@@ -504,10 +478,9 @@ def _rows(leaves: Sequence[Leaf], decisions: Sequence[Decision], view: MeshView)
 
 def _row(leaf: Leaf, decision: Decision, view: MeshView) -> Row:
     """Return the row of a leaf that is sharded according to a decision."""
-    local = local_shape(leaf.value.shape, decision.mesh_axes, view)
-    parts = parts_over(chain.from_iterable(decision.mesh_axes), view.sizes)
-    spec = decision.spec if decision.specified else None
-    copies = max(1, view.devices // parts)
+    mesh_axes = decision.mesh_axes
+    spec = spec_of(mesh_axes) if decision.specified else None
+    local, copies = view.divided(leaf.value.shape, mesh_axes)
     row = row_of(leaf, spec, decision.reason, local, copies, decision.memory_kind)
     return row._replace(follows=decision.follows)
 

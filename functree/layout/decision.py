@@ -11,8 +11,14 @@ from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from functree.devices.meshes import MeshView
-from functree.devices.specs import axes_text, entry, invalid_entry, mesh_axes, parts_over, spec_text
+from functree.devices.meshes import (
+    MeshView,
+    axes_text,
+    invalid_entry,
+    mesh_axes,
+    spec_of,
+    spec_text,
+)
 from functree.errors import (
     Problem,
     ShardingError,
@@ -23,7 +29,7 @@ from functree.errors import (
     near_name,
     warn,
 )
-from functree.labels.leaf import Leaf
+from functree.labels.leaves import Leaf
 from functree.tree.paths import Path
 
 Fault = tuple[str, str]
@@ -115,7 +121,7 @@ class Decision(NamedTuple):
     @property
     def spec(self) -> PartitionSpec:
         """The spec, with one entry for each dimension."""
-        return PartitionSpec(*[entry(dimension.mesh_axes) for dimension in self.dimensions])
+        return spec_of(self.mesh_axes)
 
     @property
     def used(self) -> set[str]:
@@ -245,26 +251,6 @@ def is_optimizer_state(cls: type) -> bool:
     return issubclass(cls, tuple) and cls.__module__.split(".")[0] == "optax"
 
 
-def missing_axes(
-    uses: Iterable[tuple[object, Sequence[str]]], mesh: MeshView, remedy: str
-) -> list[Problem]:
-    """Return a problem for each mesh axis that the mesh lacks, even if no leaf uses it.
-
-    Each use consists of a rule or a layout, which messages format, and its mesh axes.
-    """
-    problems: list[Problem] = []
-    for what, axes in uses:
-        for axis in axes:
-            if axis in mesh.sizes:
-                continue
-            near = did_you_mean(axis, mesh.sizes)
-            why = f"the mesh {mesh} has no axis `{axis}`{near}"
-            # The other remedies would leave a misspelled axis unsharded.
-            how = "use an axis that the mesh has" if near else remedy
-            problems.append(Problem(None, None, str(what), why, how))
-    return problems
-
-
 def absent(names: Collection[str], leaves: Sequence[Leaf]) -> list[str]:
     """Return the names that no leaf has as an axis, without repeats."""
     present = present_axes(leaves)
@@ -343,9 +329,10 @@ def leaf_problems(
             faults.append(dimension.blocked)
         elif dimension.named is Named.MISSING:
             faults.append(_unmentioned(str(leaf.axes[dim]), mentioned))
+    parts = mesh.parts(decision.mesh_axes)
     for dim, dimension in enumerate(decision.dimensions):
         if dimension.source is not None:
-            faults += _dimension_faults(leaf, dim, decision, dimension.source, mesh)
+            faults += _dimension_faults(leaf, dim, decision, dimension.source, parts[dim], mesh)
     return [layout_problem(leaf, fault) for fault in faults]
 
 
@@ -363,9 +350,9 @@ def _unmentioned(name: str, mentioned: Collection[str]) -> Fault:
 
 
 def _dimension_faults(
-    leaf: Leaf, dim: int, decision: Decision, source: Source, mesh: MeshView
+    leaf: Leaf, dim: int, decision: Decision, source: Source, parts: int, mesh: MeshView
 ) -> list[Fault]:
-    """Return the faults of one sharded dimension of a leaf."""
+    """Return the faults of one dimension of a leaf, which `source` divides into `parts`."""
     faults: list[Fault] = []
     axes = decision.dimensions[dim].mesh_axes
     missing = [axis for axis in axes if axis not in mesh.sizes]
@@ -385,7 +372,6 @@ def _dimension_faults(
     # If a mesh axis does not exist, the number of shards is unknown.
     if missing:
         return faults
-    parts = parts_over(axes, mesh.sizes)
     if leaf.value.shape[dim] % parts:
         faults.append(_indivisible(leaf, dim, axes, parts, source))
     return faults
@@ -413,19 +399,6 @@ def _indivisible(
     if dim == 0:  # the rows of a bare array are usually examples
         pad += " with rows that you mask, drop the excess rows"
     return why, f'{pad}, or leave every "{name}" unsharded {whole}'
-
-
-def local_shape(
-    shape: Sequence[int], mesh_axes: Sequence[Sequence[str]], mesh: MeshView
-) -> tuple[int, ...]:
-    """Return the shape of the shard on one device."""
-    sizes: list[int] = []
-    for size, axes in zip(shape, mesh_axes, strict=True):
-        parts = parts_over(axes, mesh.sizes)
-        # Sizes are rounded up: with `check=False`, a plan may have sizes that the mesh axes do
-        # not divide.
-        sizes.append(-(-size // parts))
-    return tuple(sizes)
 
 
 def refuse(problems: Sequence[Problem], mesh: MeshView, where: str = "") -> ShardingError:

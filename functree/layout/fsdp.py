@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from jax.sharding import PartitionSpec
 
 from functree.argument_checks import EXTENT, is_name
-from functree.devices.meshes import MeshView
-from functree.devices.specs import axes_text, parts_over, spec_text
+from functree.devices.meshes import MeshView, axes_text, parts_over, spec_text
 from functree.errors import Problem, RuleError, near_name
-from functree.labels.leaf import Leaf
+from functree.labels.leaves import Leaf
 from functree.layout.decision import (
     Decision,
     Named,

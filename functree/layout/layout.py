@@ -13,12 +13,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_map
 
 from functree.argument_checks import check_callback
-from functree.devices.meshes import MeshView
+from functree.devices.meshes import MeshLike, MeshView, agreed_mesh, invalid_entry, spec_text
 from functree.devices.placement import other_memory
-from functree.devices.specs import invalid_entry, spec_text
 from functree.errors import USERS_ERRORS, RuleError, ShardingError, error_text
 from functree.labels.annotations.hints import Hint
-from functree.labels.leaf import Leaf
+from functree.labels.leaves import Leaf, Leaves, read
 from functree.labels.training_state import Scope
 from functree.layout.decision import (
     Decision,
@@ -268,6 +267,11 @@ def walk(layout: Layout) -> Iterator[Layout]:
         yield from walk(inner)
 
 
+def asks_more(layout: Layout) -> bool:
+    """Return whether decisions depend on more than the leaves' `kind`, such as their paths."""
+    return any(type(inner).asks is not Layout.asks for inner in walk(layout))
+
+
 def merge_names(layouts: Iterable[Layout]) -> dict[type, Names]:
     """Merge the `names=` of several layouts.
 
@@ -503,3 +507,18 @@ _LAYOUTS = PrefixOf(
     f"is not a layout: write {LAYOUTS}",
     lambda prefix, tree: meant_rules(prefix),
 )
+
+
+def read_for(tree: Any, layout: LayoutTree) -> tuple[Leaves, list[Part]]:
+    """Return the leaves of a tree, with the names that a layout gives, and the layout's parts."""
+    parts = broadcast(layout, tree)
+    hints = {part.path: part.layout.hint for part in parts if part.layout.hint is not None}
+    return read(tree, merge_names([part.layout for part in parts]), hints), parts
+
+
+def read_on_mesh(
+    tree: Any, layout: LayoutTree, mesh: MeshLike
+) -> tuple[Leaves, list[Part], MeshView]:
+    """Return what `read_for` returns, and the view of `mesh`, the layout's or the current mesh."""
+    leaves, parts = read_for(tree, layout)
+    return leaves, parts, agreed_mesh(mesh, own_meshes(parts))

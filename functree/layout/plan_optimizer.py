@@ -5,16 +5,15 @@ from dataclasses import replace
 from typing import Any
 
 from functree.argument_checks import check_tree
-from functree.devices.meshes import MeshLike, agreed_mesh
+from functree.devices.meshes import MeshLike
 from functree.errors import FunctreeValueError, Problem
 from functree.labels.filters import FilterLike, as_filter, check_wrt, is_trainable
-from functree.labels.leaf import Leaf, meeting
-from functree.labels.leaves import Leaves
+from functree.labels.leaves import Leaf, Leaves, meeting
 from functree.labels.optimizer.followed_parameters import Optimizer, TrainedModel, optimizer_state
 from functree.labels.optimizer.stack_treatment import warn_of_stacks
-from functree.layout.decide import Decisions, decide_parts, follow, plan_decisions, read_for
+from functree.layout.decide import Decisions, decide_parts, follow, plan_decisions
 from functree.layout.decision import leaf_problems, refuse
-from functree.layout.layout import LayoutLike, LayoutTree, Part, as_layout, own_meshes
+from functree.layout.layout import LayoutLike, LayoutTree, Part, as_layout, read_on_mesh
 from functree.layout.plan.plan import Plan
 from functree.tree.paths import Path
 
@@ -82,8 +81,7 @@ def plan_state(
 ) -> tuple[Plan, Any]:
     """Return the plan of `plan_optimizer`, and the parameters that the optimizer gets."""
     check_tree("plan_optimizer", model)
-    leaves, parts = read_for(model, layout)
-    view = agreed_mesh(mesh, own_meshes(parts))
+    leaves, parts, view = read_on_mesh(model, layout, mesh)
     decided = decide_parts(leaves, parts, view)
     if decided.problems:
         raise refuse(decided.problems, view)

@@ -12,11 +12,10 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from functree.argument_checks import SHAPE, check, is_name
-from functree.devices.meshes import MeshLike, MeshView, mesh_view
-from functree.devices.specs import axes_text, entry
-from functree.errors import Problem, RuleError, ShardingError, count
+from functree.devices.meshes import MeshLike, MeshView, axes_text, entry, mesh_view
+from functree.errors import Problem, RuleError, ShardingError, count, did_you_mean
 from functree.labels.annotations.given_names import invalid_names
-from functree.labels.leaf import Leaf
+from functree.labels.leaves import Leaf
 from functree.layout.decision import (
     Decision,
     Dimension,
@@ -26,7 +25,6 @@ from functree.layout.decision import (
     absent,
     conflict,
     leaf_problems,
-    missing_axes,
     near_misses,
     undecided,
 )
@@ -409,19 +407,44 @@ def mentioned_axes(layouts: Iterable[Layout]) -> Collection[str]:
     return list(dict.fromkeys(name for table in tables for name in table.mentioned))
 
 
-def own_problems(layout: Layout, leaves: Sequence[Leaf], mesh: MeshView) -> Iterator[Problem]:
-    """Yield the problems of a layout itself: mesh axes that the mesh lacks, and misspelled axes.
+def own_problems(
+    layouts: Iterable[Layout], leaves: Sequence[Leaf], mesh: MeshView
+) -> list[Problem]:
+    """Return the problems of layouts themselves: mesh axes that the mesh lacks, misspelled axes.
 
     Mesh axes are checked even if no leaf needs them.
     """
-    match layout:
-        case AxisRules():
-            uses = [(Source(("rule", rule)), rule.mesh_axes) for rule in layout.table]
-            yield from missing_axes(uses, mesh, _MISSING)
-        case FSDP():
-            uses = [(layout, layout.mesh_axes)]
-            yield from missing_axes(uses, mesh, "use an axis that the mesh has")
-            yield from misspelt_axes(layout, leaves)
+    problems: list[Problem] = []
+    for layout in layouts:
+        match layout:
+            case AxisRules():
+                uses = [(Source(("rule", rule)), rule.mesh_axes) for rule in layout.table]
+                problems += _missing_axes(uses, mesh, _MISSING)
+            case FSDP():
+                uses = [(layout, layout.mesh_axes)]
+                problems += _missing_axes(uses, mesh, "use an axis that the mesh has")
+                problems += misspelt_axes(layout, leaves)
+    return problems
+
+
+def _missing_axes(
+    uses: Iterable[tuple[object, Sequence[str]]], mesh: MeshView, remedy: str
+) -> list[Problem]:
+    """Return a problem for each mesh axis that the mesh lacks, even if no leaf uses it.
+
+    Each use consists of a rule or a layout, which messages format, and its mesh axes.
+    """
+    problems: list[Problem] = []
+    for what, axes in uses:
+        for axis in axes:
+            if axis in mesh.sizes:
+                continue
+            near = did_you_mean(axis, mesh.sizes)
+            why = f"the mesh {mesh} has no axis `{axis}`{near}"
+            # The other remedies would leave a misspelled axis unsharded.
+            how = "use an axis that the mesh has" if near else remedy
+            problems.append(Problem(None, None, str(what), why, how))
+    return problems
 
 
 _MISSING = (
@@ -455,8 +478,7 @@ def array_spec(
         # A mesh in which all used mesh axes have size 1 passes all checks.
         mesh = MeshView(dict.fromkeys(decision.used, 1))
     else:
-        for part in heard:
-            problems += own_problems(part, [leaf], mesh)
+        problems += own_problems(heard, [leaf], mesh)
     problems += leaf_problems(leaf, decision, mesh, mentioned)
     return decision.spec, problems
 

@@ -29,7 +29,7 @@ from functree.labels.filters import (
     names,
     patterns,
 )
-from functree.labels.leaf import Leaf
+from functree.labels.leaves import Leaf
 from functree.layout.decision import Decision, Fault, reasons_text, undecided, whole
 from functree.layout.layout import (
     Composition,

@@ -23,8 +23,15 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Shaped
 
-from functree.devices.meshes import devices_along
-from functree.devices.specs import Entry, entry, mesh_axes, named_axes, of_rank, without
+from functree.devices.meshes import (
+    Entry,
+    devices_along,
+    entry,
+    mesh_axes,
+    named_axes,
+    of_rank,
+    without,
+)
 from functree.devices.varying import unchecked, without_varying
 from functree.layout.rules import AxisRules, with_rule
 from functree.layout.state_sharding import with_tables

@@ -17,8 +17,8 @@ from functree.argument_checks import (
     check,
     checked,
 )
+from functree.devices.meshes import Entry, mesh_axes, without
 from functree.devices.placement import check_deleted
-from functree.devices.specs import Entry, mesh_axes, without
 from functree.devices.varying import varying_over, without_varying
 from functree.nn.activations import (
     activation,

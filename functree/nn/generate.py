@@ -22,8 +22,7 @@ from functree.argument_checks import (
     checked,
     is_integers,
 )
-from functree.devices.meshes import devices_along
-from functree.devices.specs import mesh_axes
+from functree.devices.meshes import devices_along, mesh_axes
 from functree.errors import FunctreeValueError, Problem
 from functree.nn.activations import (
     HEADS,

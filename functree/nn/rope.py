@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from functree.argument_checks import POSITIVE, SIZE, Takes, check
-from functree.devices.specs import Entry
+from functree.devices.meshes import Entry
 from functree.errors import FunctreeValueError
 from functree.nn.activations import entries_of, explicit_mesh
 from functree.nn.weights import accumulator

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from functree.argument_checks import FUNCTION, Takes
-from functree.devices.specs import mesh_axes, without
+from functree.devices.meshes import mesh_axes, without
 from functree.errors import AxesError, count
 from functree.nn.activations import (
     Entries,

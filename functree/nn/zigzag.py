@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Int, Shaped
 
 from functree.argument_checks import Size, Takes, checked, shown
-from functree.devices.specs import mesh_axes
+from functree.devices.meshes import mesh_axes
 from functree.errors import FunctreeValueError
 from functree.nn.activations import entries_of, explicit_mesh
 

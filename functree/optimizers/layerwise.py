@@ -9,8 +9,7 @@ from jax.sharding import PartitionSpec
 
 from functree.devices.placement import is_concrete
 from functree.errors import USERS_ERRORS, FunctreeValueError, Problem, listed
-from functree.labels.leaf import array_problem
-from functree.labels.leaves import Leaves, arrays_by_path, read
+from functree.labels.leaves import Leaves, array_problem, arrays_by_path, read
 from functree.labels.optimizer.followed_parameters import check_optimizer, remembered, trained_type
 from functree.labels.optimizer.layers import (
     for_layers,

@@ -16,14 +16,19 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jaxtyping import Array, Shaped
 
 from functree.argument_checks import FUNCTION, check
-from functree.devices.meshes import agreed_mesh, mesh_view
-from functree.devices.specs import mesh_axes, of_rank, parts_over, typed_spec
+from functree.devices.meshes import (
+    agreed_mesh,
+    mesh_axes,
+    mesh_view,
+    of_rank,
+    parts_over,
+    typed_spec,
+)
 from functree.errors import FunctreeTypeError, Problem, ShardingError, count
-from functree.labels.leaf import Leaf
-from functree.labels.leaves import Leaves, read
+from functree.labels.leaves import Leaf, Leaves, read
 from functree.labels.optimizer.layers import stack_sizes
-from functree.layout.decide import decide_parts, read_for
-from functree.layout.layout import LayoutTree, as_partial, own_meshes
+from functree.layout.decide import decide_parts
+from functree.layout.layout import LayoutTree, as_partial, own_meshes, read_for
 from functree.placing.constrain import ambient_rules, find_mesh, local_view
 from functree.transforms.accumulate.accumulate import NAMES, check_axes, names
 from functree.tree.arrays import AnyArray, Tree, value_text

@@ -20,16 +20,17 @@ from functree.devices.meshes import (
     agreed_mesh,
     current_mesh,
     devices_along,
+    mesh_axes,
     mesh_view,
     traced_under,
     tracing,
+    without,
 )
 from functree.devices.placement import check_deleted, first_mesh
-from functree.devices.specs import mesh_axes, without
 from functree.errors import AxesError, Problem, ShardingError, count, users_frame, warn
-from functree.layout.decide import decide_parts, read_for
+from functree.layout.decide import decide_parts
 from functree.layout.decision import Decision, refuse
-from functree.layout.layout import Layout, LayoutLike, LayoutTree, as_layout, own_meshes
+from functree.layout.layout import Layout, LayoutLike, LayoutTree, as_layout, own_meshes, read_for
 from functree.layout.rules import (
     activation,
     array_spec,

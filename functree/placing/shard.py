@@ -23,16 +23,17 @@ from functree.devices.meshes import (
     MeshLike,
     agreed_mesh,
     current_mesh,
+    mesh_axes,
+    of_rank,
+    spec_text,
     without_devices,
 )
 from functree.devices.placement import is_concrete, is_placed, refuse_deleted
-from functree.devices.specs import mesh_axes, of_rank, spec_text
 from functree.errors import Problem, ShardingError, count, path_text
-from functree.labels.leaf import Leaf
-from functree.labels.leaves import Leaves
-from functree.layout.decide import plan_leaves, read_for
+from functree.labels.leaves import Leaf, Leaves
+from functree.layout.decide import plan_leaves
 from functree.layout.fsdp import FSDP
-from functree.layout.layout import Composition, LayoutTree, own_meshes
+from functree.layout.layout import Composition, LayoutTree, own_meshes, read_for
 from functree.layout.plan.plan import Plan
 from functree.layout.rules import AxisRules
 from functree.processes.agreement import Agreement, Facts

@@ -18,8 +18,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import PyTreeDef
 
-from functree.devices.meshes import MeshLike, mesh_view
-from functree.devices.specs import spec_text
+from functree.devices.meshes import MeshLike, mesh_view, spec_text
 from functree.errors import FunctreeTypeError, path_text
 from functree.labels.filters import Filter
 from functree.layout.layout import Layout

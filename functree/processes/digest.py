@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from functree.devices.meshes import Device
-from functree.devices.specs import mesh_axes, of_rank
+from functree.devices.meshes import Device, mesh_axes, of_rank
 from functree.errors import Problem
 from functree.processes.agreement import Agreement
 from functree.processes.exchange import texts_of_all

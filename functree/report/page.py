@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from functree.devices.specs import parts_over
+from functree.devices.meshes import parts_over
 from functree.errors import count
 from functree.report.table import bytes_text, grouped
 

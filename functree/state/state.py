@@ -14,8 +14,7 @@ from jax.tree_util import DictKey, register_pytree_with_keys
 
 from functree.argument_checks import Takes, check_tree, shown
 from functree.errors import StateError, count, did_you_mean
-from functree.labels.leaf import Leaf, meeting
-from functree.labels.leaves import read
+from functree.labels.leaves import Leaf, meeting, read
 from functree.tree.arrays import AnyArray, Tree, array_text, is_array, is_key
 from functree.tree.axes import Axes, Names, dict_text, names
 from functree.tree.interfaces import Entry, HoldsState, StateMapping

@@ -17,8 +17,7 @@ from functree.devices.meshes import MeshLike, mesh_view
 from functree.devices.placement import check_deleted, explicit_mesh, is_concrete, mesh_of
 from functree.errors import FunctreeValueError, Problem, StateError, count, listed
 from functree.labels.filters import Filter, FilterLike, as_filter, is_trainable
-from functree.labels.leaf import Leaf
-from functree.labels.leaves import Leaves, arrays_by_path, read
+from functree.labels.leaves import Leaf, Leaves, arrays_by_path, read
 from functree.labels.optimizer.followed_parameters import check_optimizer
 from functree.labels.optimizer.stack_treatment import warn_of_stacks
 from functree.layout.decide import ShownByPlan, current_plan, short_text

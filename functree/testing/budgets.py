@@ -11,7 +11,7 @@ from functree.compiled.collective import Collective, total_of
 from functree.compiled.data_flow import KINDS
 from functree.compiled.ledger import Ledger
 from functree.compiled.table import rows_of_parameters
-from functree.devices.specs import spec_text
+from functree.devices.meshes import spec_text
 from functree.errors import (
     FunctreeTypeError,
     FunctreeValueError,

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from functree.devices.specs import spec_text
+from functree.devices.meshes import spec_text
 from functree.testing.scopes import Around, Place
 from functree.testing.steps import Body, Number, Source, Step
 from functree.tree.arrays import array_text

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from functree.devices.specs import axes_text, entry, parts_over, spec_text
+from functree.devices.meshes import axes_text, entry, parts_over, spec_text
 
 Assignment = tuple[tuple[str, ...], ...]
 """The mesh axes that shard each dimension of an array."""

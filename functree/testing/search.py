@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from functree.devices.specs import axes_text, mesh_axes, of_rank, spec_text
+from functree.devices.meshes import axes_text, mesh_axes, of_rank, spec_text
 from functree.testing.checksums import is_inexact
 from functree.testing.evidence import Checksums, Values
 from functree.testing.intermediates import manual_axes

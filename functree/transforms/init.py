@@ -21,8 +21,8 @@ from functree.devices.meshes import NO_MESH, MeshLike, current_mesh, mesh_view, 
 from functree.errors import ShardingError
 from functree.labels.filters import FilterLike, is_trainable
 from functree.labels.optimizer.followed_parameters import Optimizer
-from functree.layout.decide import plan_tree
-from functree.layout.layout import Layout, LayoutLike, LayoutTree, copied
+from functree.layout.decide import plan_leaves
+from functree.layout.layout import Layout, LayoutLike, LayoutTree, copied, read_on_mesh
 from functree.layout.plan.plan import Plan
 from functree.layout.plan_optimizer import plan_state
 from functree.placing.constrain import ambient_rules, axis_rules
@@ -154,7 +154,8 @@ class Init(Function[_P, _T]):
         return body
 
     def _planned(self, output: Output) -> Plan:
-        return plan_tree(output.tree, self._options.layout, self._options.mesh, same=output.which)
+        read = read_on_mesh(output.tree, self._options.layout, self._options.mesh)
+        return plan_leaves(*read, same=output.which)
 
     def _shardings(self, output: Output) -> list[NamedSharding]:
         planned = self._planned(output)

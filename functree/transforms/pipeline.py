@@ -17,11 +17,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
-from functree.devices.meshes import devices_along
-from functree.devices.specs import axes_text, entry, mesh_axes, typed_spec, without
+from functree.devices.meshes import axes_text, devices_along, entry, mesh_axes, typed_spec, without
 from functree.devices.varying import varying_over, without_varying
 from functree.errors import FunctreeValueError, Problem, count
-from functree.labels.leaf import array_problem
+from functree.labels.leaves import array_problem
 from functree.layout.rules import AxisRules
 from functree.placing.constrain import ambient_rules, axis_rules, axis_shards, has_axis_rules
 from functree.tree.arrays import AnyArray, Tree, is_array

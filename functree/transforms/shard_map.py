@@ -33,17 +33,20 @@ from functree.devices.meshes import (
     NO_MESH,
     MeshView,
     abstract_mesh,
+    axes_text,
     current_mesh,
     mesh_view,
+    named_axes,
+    spec_text,
     tracing,
+    typed_spec,
+    without,
 )
 from functree.devices.placement import first_mesh
-from functree.devices.specs import axes_text, named_axes, spec_text, typed_spec, without
 from functree.devices.varying import varying_axes
 from functree.errors import FunctreeTypeError, Problem, ShardingError, did_you_mean
-from functree.labels.leaf import Leaf
-from functree.labels.leaves import Leaves, read
-from functree.layout.decide import UNSPECIFIED, plan_leaves, read_for
+from functree.labels.leaves import Leaf, Leaves, read
+from functree.layout.decide import UNSPECIFIED, plan_leaves
 from functree.layout.decision import refuse
 from functree.layout.layout import (
     Layout,
@@ -54,6 +57,7 @@ from functree.layout.layout import (
     as_layout,
     as_partial,
     copied,
+    read_for,
 )
 from functree.placing.constrain import axis_rules
 from functree.transforms.typed import Sizes, check_sizes

@@ -13,12 +13,10 @@ from jaxtyping import jaxtyped
 
 from functree.argument_checks import FLAG, FUNCTION, check, shown
 from functree.calls.signature import NOT_GIVEN, Record, Signature, wrapper_updates
-from functree.devices.meshes import MeshView
-from functree.devices.specs import of_rank, spec_text, typed_spec, without
+from functree.devices.meshes import MeshView, of_rank, spec_text, typed_spec, without
 from functree.errors import AxesError, FunctreeTypeError, Problem, ShardingError, count
 from functree.labels.annotations.hints import UNREADABLE, ArrayForm, Dim, dtype_fits
-from functree.labels.leaf import Leaf, is_in_module
-from functree.labels.leaves import Leaves, read
+from functree.labels.leaves import Leaf, Leaves, is_in_module, read
 from functree.layout.rules import spec_of_axes
 from functree.placing.constrain import ambient_rules, constrain
 from functree.tree.arrays import Tree, array_text

@@ -268,7 +268,7 @@ def test_an_interrupt(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("functree.cli.main.plan_tree", interrupted)
+    monkeypatch.setattr("functree.cli.main.plan_leaves", interrupted)
     assert cli(f"plan demo:tree {LAID}") == (130, "", "functree plan: interrupted\n")
 
 

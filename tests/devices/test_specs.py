@@ -3,7 +3,7 @@
 import pytest
 from jax.sharding import PartitionSpec
 
-from functree.devices.specs import (
+from functree.devices.meshes import (
     named_axes,
     spec_text,
     without,

@@ -22,8 +22,7 @@ from functree.labels.filters import (
     as_filter,
     names,
 )
-from functree.labels.leaf import Root
-from functree.labels.leaves import read
+from functree.labels.leaves import Root, read
 from tests.lib.checks import raises
 
 

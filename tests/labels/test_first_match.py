@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import functree as ft
 from functree.labels.filters import FirstMatch, as_filter
-from functree.labels.leaf import Leaf, Root
+from functree.labels.leaves import Leaf, Root
 from functree.tree.axes import Axes
 from functree.tree.paths import Path
 from tests.lib.patterns import KEYS, PARTS, written

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import functree as ft
-from functree.labels.leaf import Leaf
+from functree.labels.leaves import Leaf
 from functree.labels.optimizer.followed_parameters import STEPS, other_shapes, owners_of
 
 Shape = tuple[int, ...]

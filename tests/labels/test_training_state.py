@@ -10,8 +10,7 @@ import pytest
 from jaxtyping import Array, Float
 
 import functree as ft
-from functree.labels.leaf import FollowedLeaf, Leaf
-from functree.labels.leaves import read
+from functree.labels.leaves import FollowedLeaf, Leaf, read
 from functree.labels.training_state import Scope, label_paths
 
 

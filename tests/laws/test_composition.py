@@ -24,7 +24,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float
 
 import functree as ft
-from functree.devices.specs import of_rank
+from functree.devices.meshes import of_rank
 from tests.lib.checks import raises
 from tests.lib.covering import selected_cells
 from tests.lib.meshes import EXPLICIT, MESH, assert_lies

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax import Array
 from jaxtyping import Float
 
-from functree.labels.leaf import Leaf
+from functree.labels.leaves import Leaf
 from functree.tree.axes import Axes
 from functree.tree.nodes import children
 from functree.tree.paths import Path

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
 import functree as ft
-from functree.devices.specs import named_axes
+from functree.devices.meshes import named_axes
 from functree.errors import FunctreeTypeError, FunctreeValueError
 from tests.lib.checks import counted, raises, warns
 from tests.lib.meshes import MESH

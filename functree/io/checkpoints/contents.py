@@ -22,8 +22,7 @@ from functree.errors import CheckpointError, Problem, RuleError, count, listed, 
 from functree.io.checkpoints.engine import NOT_STORED, StoredArray, to_stored
 from functree.io.checkpoints.manifest import Manifest, SavedArray
 from functree.io.laid_out import partly
-from functree.labels.leaf import Leaf, array_problem, meeting
-from functree.labels.leaves import read
+from functree.labels.leaves import Leaf, array_problem, meeting, read
 from functree.layout.decide import live_rows
 from functree.processes.agreement import Facts
 from functree.processes.digest import digest

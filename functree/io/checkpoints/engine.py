@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
-from functree.devices.specs import of_rank
+from functree.devices.meshes import of_rank
 from functree.errors import CheckpointError, CheckpointFileError, FunctreeError
 from functree.io.checkpoints.folder import is_in_bucket, store_spec
 from functree.io.extras import ForeignErrors, import_extra

@@ -7,8 +7,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from functree.argument_checks import FILE, check, shown
-from functree.devices.meshes import MeshView
-from functree.devices.specs import spec_text
+from functree.devices.meshes import MeshView, spec_text
 from functree.errors import FunctreeTypeError, count, did_you_mean
 from functree.io.checkpoints.folder import folder_at, read_manifest
 from functree.io.checkpoints.manifest import SavedArray

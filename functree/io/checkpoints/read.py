@@ -49,8 +49,7 @@ from functree.labels.filters import (
     meant,
     naming,
 )
-from functree.labels.leaf import Leaf, meeting
-from functree.labels.leaves import Leaves
+from functree.labels.leaves import Leaf, Leaves, meeting
 from functree.layout.layout import LayoutTree
 from functree.processes.agreement import Agreement, Facts
 from functree.processes.digest import digests_of

@@ -19,7 +19,7 @@ from functree.io.casts import Loss, cast_on_host, lost_on_host
 from functree.io.laid_out import ENABLE, is_enabled, not_enabled
 from functree.io.weights.files import Tensor
 from functree.io.weights.table import WHOLE, Named, Part, TensorName
-from functree.labels.leaf import Leaf
+from functree.labels.leaves import Leaf
 from functree.tree.arrays import array_text, dtype_text, is_key
 from functree.tree.paths import Path
 

@@ -47,7 +47,7 @@ from functree.io.laid_out import (
 from functree.io.weights.files import ALL_DTYPES, Tensor, files_of, open_tensors
 from functree.io.weights.fitting import Terms, Weight, fitted, unread_problems
 from functree.io.weights.table import Table, TensorName, names_of, refusal
-from functree.labels.leaf import meeting
+from functree.labels.leaves import meeting
 from functree.layout.layout import LayoutTree
 from functree.nn.families import PublishedConfig, read_config
 from functree.nn.transformer import Transformer

@@ -16,14 +16,13 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from functree.argument_checks import LOCAL_FOLDER, checked, shown
-from functree.devices.specs import of_rank
+from functree.devices.meshes import of_rank
 from functree.errors import FunctreeError, FunctreeValueError, Problem
 from functree.io.checkpoints.contents import not_saveable
 from functree.io.extras import ForeignErrors, import_extra
 from functree.io.weights.files import DTYPES, INDEX
 from functree.io.weights.table import WHOLE, TensorName, names_of
-from functree.labels.leaf import Leaf
-from functree.labels.leaves import read
+from functree.labels.leaves import Leaf, read
 from functree.layout.decide import plan
 from functree.nn.config import TransformerConfig
 from functree.nn.families import CHOSEN, FIELDS, LLAMA_3, families, understood

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from functree.errors import FunctreeValueError, Problem, count
-from functree.labels.leaf import Leaf
+from functree.labels.leaves import Leaf
 from functree.tree.globs import captured, glob_pattern, match_text
 from functree.tree.paths import Path, tokens
 

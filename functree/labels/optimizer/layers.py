@@ -12,8 +12,7 @@ from typing import Any
 import jax
 import optax
 
-from functree.labels.leaf import Leaf
-from functree.labels.leaves import Leaves, arrays_by_path, read
+from functree.labels.leaves import Leaf, Leaves, arrays_by_path, read
 from functree.labels.optimizer.followed_parameters import Shape, TrainedModel, optimizer_state
 from functree.tree.arrays import AnyArray, Tree
 from functree.tree.paths import Keys, Path

@@ -14,8 +14,7 @@ import optax
 from jax.extend.core import Literal
 
 from functree.errors import USERS_ERRORS, FunctreeError, listed, warn
-from functree.labels.leaf import Leaf
-from functree.labels.leaves import arrays_by_path
+from functree.labels.leaves import Leaf, arrays_by_path
 from functree.labels.optimizer.followed_parameters import (
     TrainedModel,
     owners_of,

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from functree.argument_checks import shown
-from functree.devices.meshes import MeshView
-from functree.devices.specs import spec_text
+from functree.devices.meshes import MeshView, spec_text
 from functree.errors import (
     FunctreeTypeError,
     FunctreeValueError,
@@ -22,7 +21,7 @@ from functree.errors import (
     path_text,
     problem_groups,
 )
-from functree.labels.leaf import Leaf
+from functree.labels.leaves import Leaf
 from functree.layout.decision import Decision, apply_spec, refuse, whole
 from functree.layout.layout import Layout
 from functree.layout.plan.text import (
@@ -33,7 +32,6 @@ from functree.layout.plan.text import (
     per_device,
     plan_text,
     replicated,
-    rows_by_path,
     several_sizes,
 )
 from functree.report.diff import Change, Diff, changes
@@ -93,7 +91,7 @@ class Plan(Layout):
             problems=tuple(problems),
             unused=tuple(unused),
             unused_names=tuple(unused_names),
-            _by_path=rows_by_path(rows),
+            _by_path={row.path: row for row in rows},
         )
 
     def __copy__(self) -> "Plan":

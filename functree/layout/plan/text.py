@@ -13,11 +13,10 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from functree.devices.meshes import MeshView
-from functree.devices.specs import mesh_axes, named_axes, of_rank, spec_text
+from functree.devices.meshes import MeshView, mesh_axes, named_axes, of_rank, spec_text
 from functree.errors import count, listed
 from functree.labels.annotations.given_names import equinox_names
-from functree.labels.leaf import Leaf
+from functree.labels.leaves import Leaf
 from functree.report.page import (
     Card,
     Pictures,
@@ -103,11 +102,6 @@ def row_of(
     whole, part = math.prod(shape) * dtype.itemsize, math.prod(local_shape) * dtype.itemsize
     array = leaf.path, shape, dtype, leaf.axes
     return Row(*array, spec, reason, local_shape, whole, part, copies, memory_kind)
-
-
-def rows_by_path(rows: Iterable[Row]) -> dict[Path, Row]:
-    """Return the rows, keyed by the paths of their arrays."""
-    return {row.path: row for row in rows}
 
 
 def per_device(rows: Iterable[Row]) -> int:
@@ -201,7 +195,7 @@ class Group(NamedTuple):
 
 def groups_of(rows: Sequence[Row]) -> list[Group]:
     """Group the rows that differ only in the indices of their paths, and each kind of moments."""
-    by_path = rows_by_path(rows)
+    by_path = {row.path: row for row in rows}
     groups: list[Group] = []
     for alike in grouped(rows, lambda row: _moments(row, by_path) or _but_for_indices(row)):
         moments = _moments(alike[0], by_path)

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from functree.argument_checks import Takes, shown
-from functree.devices.meshes import devices_along, platform
-from functree.devices.specs import mesh_axes
+from functree.devices.meshes import devices_along, mesh_axes, platform
 from functree.errors import FunctreeValueError, warn
 from functree.nn.activations import divided, on_one_device, on_shards, specs_of
 from functree.nn.attention.chunked import CHUNK, chunked, unchunked

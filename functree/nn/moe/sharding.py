@@ -6,8 +6,7 @@ import jax
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float
 
-from functree.devices.meshes import devices_along, platform
-from functree.devices.specs import Entry, entry, mesh_axes
+from functree.devices.meshes import Entry, devices_along, entry, mesh_axes, platform
 from functree.errors import FunctreeValueError, Problem
 from functree.nn.activations import constrain_to, divided, entries_of, on_one_device, specs_of
 from functree.placing.constrain import spec

@@ -21,13 +21,12 @@ from functree.argument_checks import FUNCTION, TEXT, TEXTS, Flag, Size, Takes, c
 from functree.calls.signature import RESULT
 from functree.calls.static_arguments import check_wrapped
 from functree.devices.constraint import with_constraint
-from functree.devices.meshes import mesh_view
-from functree.devices.specs import entry, mesh_axes, named_axes, of_rank, without
+from functree.devices.meshes import entry, mesh_axes, mesh_view, named_axes, of_rank, without
 from functree.devices.varying import varying_axes, varying_over
 from functree.errors import FunctreeTypeError, Problem, ShardingError, did_you_mean
-from functree.labels.leaf import array_problem
-from functree.layout.decide import decide_parts, read_for
-from functree.layout.layout import as_partial, broadcast, own_meshes
+from functree.labels.leaves import array_problem
+from functree.layout.decide import decide_parts
+from functree.layout.layout import as_partial, broadcast, own_meshes, read_for
 from functree.placing.constrain import ambient_rules, find_mesh, local_view
 from functree.transforms.accumulate.call import Call, GradientFunction, Role, below, refuse
 from functree.transforms.compiled_once import compiled_once

@@ -16,8 +16,8 @@ import numpy as np
 
 from functree.argument_checks import shown
 from functree.calls.signature import AnyFunction, Partial, Signature
+from functree.devices.meshes import mesh_axes
 from functree.devices.placement import check_deleted
-from functree.devices.specs import mesh_axes
 from functree.errors import (
     FunctreeError,
     FunctreeTypeError,
@@ -27,8 +27,7 @@ from functree.errors import (
     did_you_mean,
     warn,
 )
-from functree.labels.leaf import Leaf, meeting
-from functree.labels.leaves import Leaves, read
+from functree.labels.leaves import Leaf, Leaves, meeting, read
 from functree.transforms.grad.grad import KnownGradient
 from functree.tree.arrays import Tree, is_key, value_text
 from functree.tree.paths import Path

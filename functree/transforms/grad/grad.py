@@ -18,9 +18,8 @@ from functree.argument_checks import FUNCTION, POSITIONS, Flag, checked, shown
 from functree.calls.program import around
 from functree.calls.signature import inspected, wrapper_updates
 from functree.devices.constraint import lies_as, with_constraint
-from functree.devices.meshes import agreed_mesh, compiling, current_mesh
+from functree.devices.meshes import agreed_mesh, compiling, current_mesh, entry, mesh_axes, without
 from functree.devices.placement import check_deleted, explicit_mesh, first_mesh, is_sharded_as
-from functree.devices.specs import entry, mesh_axes, without
 from functree.devices.varying import varying_axes
 from functree.errors import (
     FunctreeError,
@@ -32,12 +31,11 @@ from functree.errors import (
     count,
 )
 from functree.labels.filters import Filter, FilterLike, as_filter, check_wrt, is_trainable
-from functree.labels.leaf import Leaf
-from functree.labels.leaves import Leaves, read
-from functree.layout.decide import decide_parts, read_for
+from functree.labels.leaves import Leaf, Leaves, read
+from functree.layout.decide import decide_parts
 from functree.layout.decision import Decision
 from functree.layout.fsdp import fsdp_axes
-from functree.layout.layout import Layout, LayoutTree, Part, as_partial, own_meshes
+from functree.layout.layout import Layout, LayoutTree, Part, as_partial, own_meshes, read_for
 from functree.placing.constrain import (
     ambient_rules,
     axes_of_name,

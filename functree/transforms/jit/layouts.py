@@ -20,17 +20,15 @@ from functree.devices.constraint import with_constraint
 from functree.devices.meshes import MeshView, agreed_mesh, without_devices
 from functree.devices.placement import is_sharded_as, mesh_of, sharding_text
 from functree.errors import Problem, ShardingError, count, listed, warn
-from functree.labels.leaf import Leaf, is_bare, is_in_module
-from functree.labels.leaves import Leaves
+from functree.labels.leaves import Leaf, Leaves, is_bare, is_in_module
 from functree.layout.decide import (
     UNSPECIFIED,
     decide_parts,
     filter_problems,
     plan_leaves,
-    plan_tree,
 )
 from functree.layout.decision import Decision, layout_problem, refuse, whole
-from functree.layout.layout import Layout, LayoutTree, Part, as_partial, own_meshes
+from functree.layout.layout import Layout, LayoutTree, Part, as_partial, own_meshes, read_on_mesh
 from functree.layout.rules import forgotten_axes, forgotten_text
 from functree.layout.state_sharding import for_arrays
 from functree.placing.shard import moved_once
@@ -429,9 +427,8 @@ def resolve_out_shardings(
     """
     # Here, a record has one field, with the annotation of the result.
     record = signature.result
-    planned = plan_tree(
-        record(result), record(layouts), planning_mesh(mesh), check=False, allow_unspecified=True
-    )
+    read = read_on_mesh(record(result), record(layouts), planning_mesh(mesh))
+    planned = plan_leaves(*read, check=False, allow_unspecified=True)
     if planned.problems:
         raise refuse(planned.problems, planned.view, f"{signature.name}: out_shardings: ")
     return [None if row.spec is None else planned.sharding(row) for row in planned.rows]

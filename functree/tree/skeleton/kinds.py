@@ -42,15 +42,15 @@ class Kind:
         """Return the (key, child) pairs in JAX's order, including children that are `None`."""
         return ()
 
-    def paths(self, node: Tree) -> Iterator[tuple[Keys, Tree]]:
+    def paths(self, node: Tree) -> Iterable[tuple[Keys, Tree]]:
         """Return (keys, child) pairs in JAX's order.
 
         The keys lead from the node to the child in functree's paths.
         """
         children = self.children(node)
         if self.by_field:
-            return (((name,), child) for name, child in children)
-        return (((plain_key(key),), child) for key, child in children)
+            return [((name,), child) for name, child in children]
+        return [((plain_key(key),), child) for key, child in children]
 
     def statics(self, node: Tree) -> Iterable[tuple[Keys, object]]:
         """Return the static data of a node as (keys, value) pairs."""
@@ -387,14 +387,14 @@ def kind_of(node: Tree) -> Kind:
     # class. Each function has a new class of named tuples for its calls.
     if isinstance(node, tuple) and hasattr(type(node), "_fields") and _flattens_as_tuple(node):
         return NAMED_TUPLE
-    if is_array(node):
-        return ARRAY
     if isinstance(node, PackedTree):
         return PACKED
     if isinstance(node, StateMapping):
         return STATE
     if isinstance(node, eqx.Module):
         return MODULE
+    if is_array(node):
+        return ARRAY
     if isinstance(node, eqx.nn.State):
         return EQUINOX_STATE
     if default_registry.flatten_one_level(node) is None:
