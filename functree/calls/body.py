@@ -14,8 +14,7 @@ from jax.tree_util import GetAttrKey, register_pytree_with_keys
 
 from functree.calls.call_groups import Traces
 from functree.calls.closures import held, kept_by
-from functree.calls.signature import RESULT, AnyFunction
-from functree.calls.static_arguments import JAX_VALUE, is_jax_value
+from functree.calls.signature import JAX_VALUE, RESULT, AnyFunction, is_jax_value
 from functree.errors import FunctreeTypeError, Problem, count
 from functree.labels.leaves import array_problem, read, too_deep
 from functree.tree.arrays import AnyArray, Tree
@@ -231,8 +230,8 @@ class Arguments:
                 self.donated_arguments.append(len(self.names))
             self.names.append(name)
             members = list(run)
-            keys = tuple(str(paths[i]).removeprefix(paths[i][0]) for i in members)
-            self._parts.append((slice(members[0], members[-1] + 1), keys))
+            keys = [str(paths[i]).removeprefix(paths[i][0]) for i in members]
+            self._parts.append((slice(members[0], members[-1] + 1), tuple(keys)))
 
     def split(self, values: Sequence[Tree]) -> tuple[Arrays, ...]:
         """Group values, one for each array, into the arguments."""

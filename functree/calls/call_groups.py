@@ -14,8 +14,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, Sharding
 
-from functree.calls.signature import AnyFunction, Partial, Signature
-from functree.calls.static_arguments import check_static
+from functree.calls.signature import AnyFunction, Partial, Signature, check_static
 from functree.devices.placement import is_concrete, mesh_of
 from functree.labels.leaves import read, too_deep
 from functree.tree.arrays import AnyArray, Tree, abstract, is_array
@@ -70,7 +69,8 @@ class CallGroup:
 
     def see_devices(self, arrays: Iterable[AnyArray]) -> None:
         """Set `several_devices` if a call has arrays on several devices."""
-        if any(x.sharding.num_devices > 1 for x in arrays if is_concrete(x)):
+        numbers = [x.sharding.num_devices for x in arrays if is_concrete(x)]
+        if max(numbers, default=1) > 1:
             self.several_devices = True
 
 

@@ -84,7 +84,10 @@ def check_mesh(
         return
     problems: list[Problem] = []
     for path, array in zip(paths, arrays, strict=True):
-        why = _other_devices(array, mesh) or _other_mesh(array, mesh)
+        its = mesh_of(array)
+        if its == mesh:
+            continue
+        why = _other_devices(array, mesh) if its is None else _other_mesh(array, its, mesh)
         if why is not None:
             remedy = "move the argument to the function's mesh: `ft.shard(x, layout, mesh)`"
             problems.append(array_problem(path, array, why, remedy))
@@ -106,11 +109,10 @@ def _other_devices(array: AnyArray, mesh: Mesh | AbstractMesh) -> str | None:
     return f"is committed to {', '.join(sorted(map(str, array.sharding.device_set)))} only"
 
 
-def _other_mesh(array: AnyArray, mesh: Mesh | AbstractMesh) -> str | None:
+def _other_mesh(
+    array: AnyArray, array_mesh: Mesh | AbstractMesh, mesh: Mesh | AbstractMesh
+) -> str | None:
     """Explain how an array's mesh differs from a function's mesh; return None if it does not."""
-    array_mesh = mesh_of(array)
-    if array_mesh is None:
-        return None
     explicit, explicit_here = (AxisType.Explicit in m.axis_types for m in (array_mesh, mesh))
     # A traced array on Auto axes is not placed yet, and the mesh in its type has no effect.
     if isinstance(array, Tracer) and not explicit and not explicit_here:
@@ -171,7 +173,8 @@ def warn_grouped_convolutions(name: str, traced: Traced, mesh: Mesh | AbstractMe
     # The partitioner does not partition the operations in a `shard_map`.
     partitioned = all_equations(traced.jaxpr, shard_maps=False)
     # Only the gradient of a grouped convolution's kernel has such groups.
-    if any(equation.params.get("batch_group_count", 1) > 1 for equation in partitioned):
+    groups = [equation.params.get("batch_group_count", 1) for equation in partitioned]
+    if max(groups, default=1) > 1:
         warn(
             f"{name}: the gradient of a grouped convolution's kernel may be too large. If some "
             "mesh axes shard the convolution's input, XLA multiplies the gradient by the sizes of "

@@ -220,14 +220,12 @@ _NOT_GIVEN = jax.tree.structure(NOT_GIVEN)
 
 def _of_array(array: AnyArray) -> Properties:
     """Return the properties of an array that a compilation depends on."""
-    kind, sharding = jax.typeof(array), getattr(array, "sharding", None)
-    mesh = getattr(sharding, "mesh", None)
+    kind = jax.typeof(array)
     return (
         ("shape", tuple(kind.shape)),
-        ("dtype", dtype_text(kind.dtype)),
+        ("dtype", kind.dtype),
         ("weak type", bool(kind.weak_type)),
-        # The text of a sharding on a mesh does not name the devices. An abstract mesh has none.
-        ("sharding", (sharding_text(sharding), mesh if isinstance(mesh, Mesh) else None)),
+        ("sharding", getattr(array, "sharding", None)),
     )
 
 
@@ -243,11 +241,8 @@ def differences(before: Situation, now: Situation) -> tuple[Difference, ...]:
         for (kind, one), (_, other) in zip(old, new, strict=True):
             if one == other:
                 continue
-            if isinstance(one, StaticValue):
-                one, other = one.value, other.value
-            elif kind == "sharding":
-                (one, _), (other, _) = one, other
-            changes.append(Difference(path, kind, one, other))
+            shown = _SHOWN.get(kind, lambda value: value)
+            changes.append(Difference(path, kind, shown(one), shown(other)))
     if before.mesh != now.mesh:
         changes.append(Difference(Path(), "mesh", before.mesh, now.mesh))
     if before.rules != now.rules:
@@ -257,6 +252,14 @@ def differences(before: Situation, now: Situation) -> tuple[Difference, ...]:
             Difference(Path(), "compiler options", dict(before.options), dict(now.options))
         )
     return tuple(changes)
+
+
+_SHOWN: dict[str, Callable[[Any], Any]] = {
+    "static": lambda static: static.value,
+    "dtype": dtype_text,
+    "sharding": sharding_text,
+}
+"""For some kinds of properties, the value that a difference shows."""
 
 
 def _brief(properties: Properties | None) -> str:

@@ -14,9 +14,18 @@ from functree.calls.call_groups import FlatCall, Traces, traces_of
 from functree.calls.checks import check_call
 from functree.calls.compilations import Compilation, Log, Situation, compile_events
 from functree.calls.program import Program, around, raise_failed, without_jit
-from functree.calls.signature import Args, Kwargs, Partial, Record, Signature, wrapper_updates
+from functree.calls.signature import (
+    Args,
+    Kwargs,
+    Partial,
+    Record,
+    Signature,
+    check_identity,
+    check_wrapped,
+    with_static,
+    wrapper_updates,
+)
 from functree.calls.stages import Lowered, StagedCall, Traced
-from functree.calls.static_arguments import check_identity, check_wrapped, with_static
 from functree.devices.meshes import tracing
 from functree.devices.placement import is_deleted, refuse_deleted
 from functree.layout.layout import Layout
@@ -256,7 +265,7 @@ class Function(Generic[_P, _T]):
         """Record that a call compiled its program, or used it for the first time."""
         # In another function's trace, the program becomes part of that function's program. Under
         # `jax.disable_jit()`, there is no program.
-        if tracing() or without_jit() or any(isinstance(x, Tracer) for x in arrays):
+        if any(isinstance(x, Tracer) for x in arrays) or tracing() or without_jit():
             return
         program.group.see_devices(arrays)
         if compiled or program not in self._used:

@@ -94,6 +94,7 @@ class ParameterLayouts:
         """Read the leaves of a call, and its layouts with the scope of each layout's filters."""
         leaves, parts = read_for(call, self.prefix(call))
         scoped: list[Part] = []
+        parameters = self.signature.parameters
         for part in parts:
             argument, depth = 0, 1
             if part.path[0] in (self.signature.by_name, self.signature.many):
@@ -104,7 +105,7 @@ class ParameterLayouts:
             scope = Scope(
                 max(depth, len(part.path)),
                 argument,
-                self.signature.parameters,
+                parameters,
                 shared=by_rules or self.by_name is None,
                 by_rules=by_rules,
             )

@@ -7,9 +7,8 @@ from typing import Any, TypeVar
 import jax
 
 from functree.calls.parameter_layouts import ParameterLayouts
-from functree.calls.signature import Partial, Record, Signature
+from functree.calls.signature import Partial, Record, Signature, with_static
 from functree.calls.stages import Compiled
-from functree.calls.static_arguments import with_static
 from functree.devices.meshes import agreed_mesh
 from functree.layout.decide import plan_leaves
 from functree.layout.layout import LayoutTree, broadcast, own_meshes

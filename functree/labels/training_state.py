@@ -81,17 +81,21 @@ def _labeled(leaf: Leaf, scope: Scope) -> Leaf:
         seen = None
     if scope.argument is None:
         return leaf._replace(seen=seen)
-    return leaf._replace(seen=seen, roots=(_root(leaf.path, scope.argument, -1, scope),))
+    path = Path(leaf.path[scope.argument :])
+    return leaf._replace(seen=seen, roots=(Root(_ARGUMENT.format(path[0]), path),))
+
+
+_ARGUMENT = "the argument `{}`"
 
 
 def _root(path: Path, index: int, field: int, scope: Scope) -> Root:
     """Describe the name at an index of a path; `field` is the index of a training state's field."""
-    what = f"the key `{path[index]}` above a training state"
+    what = "the key `{}` above a training state"
     if index == scope.argument:
-        what = f"the argument `{path[index]}`"
+        what = _ARGUMENT
     elif index == field:
-        what = f"the field `{path[index]}` of a training state"
-    return Root(what, Path(path[index:]))
+        what = "the field `{}` of a training state"
+    return Root(what.format(path[index]), Path(path[index:]))
 
 
 def _in_training_state(

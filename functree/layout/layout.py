@@ -25,8 +25,8 @@ from functree.layout.decision import (
     whole,
 )
 from functree.tree.axes import Names, dict_text
+from functree.tree.nodes import PrefixOf, aligned, where_text
 from functree.tree.paths import ROOT, Path
-from functree.tree.prefix import PrefixOf, aligned, where_text
 
 
 class Layout:
@@ -260,11 +260,12 @@ class Composition(Layout):
         return " | ".join(map(repr, self.parts))
 
 
-def walk(layout: Layout) -> Iterator[Layout]:
-    """Yield a layout, and all layouts in it."""
-    yield layout
+def walk(layout: Layout) -> list[Layout]:
+    """Return a layout, and all layouts in it."""
+    found = [layout]
     for inner in layout.inner:
-        yield from walk(inner)
+        found += walk(inner)
+    return found
 
 
 def asks_more(layout: Layout) -> bool:

@@ -44,9 +44,8 @@ from functree.layout.layout import (
     written_pairs,
 )
 from functree.layout.rules import AxisRules
-from functree.tree.nodes import leaves_of
+from functree.tree.nodes import leaves_of, where_text
 from functree.tree.paths import Key, Path
-from functree.tree.prefix import where_text
 
 Unused = Literal["error", "warn", "ignore"]
 

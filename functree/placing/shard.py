@@ -50,8 +50,8 @@ from functree.tree.arrays import (
     with_sharding,
 )
 from functree.tree.axes import Axes
+from functree.tree.nodes import PrefixOf, aligned
 from functree.tree.paths import Keys, first_beginning
-from functree.tree.prefix import PrefixOf, aligned
 
 # Meshes of several processes
 

@@ -18,8 +18,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from functree.argument_checks import FUNCTION, TEXT, TEXTS, Flag, Size, Takes, checked
-from functree.calls.signature import RESULT
-from functree.calls.static_arguments import check_wrapped
+from functree.calls.signature import RESULT, check_wrapped
 from functree.devices.constraint import with_constraint
 from functree.devices.meshes import entry, mesh_axes, mesh_view, named_axes, of_rank, without
 from functree.devices.varying import varying_axes, varying_over

@@ -28,8 +28,7 @@ from functree.calls.checks import (
 from functree.calls.function import Function
 from functree.calls.parameter_layouts import ParameterLayouts
 from functree.calls.program import Program, Shardings, make_program
-from functree.calls.signature import Args, Kwargs
-from functree.calls.static_arguments import opened
+from functree.calls.signature import Args, Kwargs, opened
 from functree.devices.meshes import NO_MESH, current_mesh, tracing, without_devices
 from functree.devices.placement import (
     first_mesh,
@@ -149,7 +148,7 @@ class Jit(Function[_P, _T]):
             placement = self._placement(flat, moving, rules, mesh)
             group.placements[key] = placement
         # JAX would report a deleted array without its path.
-        if any(is_deleted(arrays[i]) for i in placement.shardings):
+        if any(map(is_deleted, [arrays[i] for i in placement.shardings])):
             raise refuse_deleted(self._signature.name, group.paths, arrays)
         if placement.can_run:
             self._warn_placed(flat, placement)

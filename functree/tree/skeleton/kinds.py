@@ -14,7 +14,7 @@ import weakref
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import equinox as eqx
 from jax.tree_util import default_registry, tree_flatten
@@ -28,8 +28,8 @@ from functree.tree.skeleton.static_value import StaticValue, equal
 
 T = TypeVar("T")
 
-Children = Iterable[tuple[Any, Tree]]
-"""The (key, child) pairs of a node. A key is plain, or an instance of a JAX key class."""
+Children = Iterable[tuple[Key, Tree]]
+"""The (key, child) pairs of a node. Keys are plain: field names, dict keys and indices."""
 
 
 class Kind:
@@ -47,10 +47,7 @@ class Kind:
 
         The keys lead from the node to the child in functree's paths.
         """
-        children = self.children(node)
-        if self.by_field:
-            return [((name,), child) for name, child in children]
-        return [((plain_key(key),), child) for key, child in children]
+        return [((key,), child) for key, child in self.children(node)]
 
     def statics(self, node: Tree) -> Iterable[tuple[Keys, object]]:
         """Return the static data of a node as (keys, value) pairs."""
@@ -172,7 +169,7 @@ class RegisteredKind(Kind):
         level = default_registry.flatten_one_level_with_keys(node)
         if level is None:
             return ()
-        return level[0]
+        return [(plain_key(key), child) for key, child in level[0]]
 
     def statics(self, node: Tree) -> Iterable[tuple[Keys, object]]:
         return (((), one_level(node)[1]),)
@@ -283,7 +280,7 @@ class ModuleKind(Kind):
             return [(name, contents[name]) for name in _fields(type(node), False)]
         except KeyError:
             # A field has no value. Equinox omits such a field when it flattens a module.
-            return [(plain_key(key), child) for key, child in REGISTERED.children(node)]
+            return REGISTERED.children(node)
 
     def statics(self, node: Tree) -> Iterable[tuple[Keys, object]]:
         contents = _contents(node)
