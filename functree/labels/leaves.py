@@ -252,6 +252,11 @@ class Leaves:
         """The path of each array."""
         return [leaf.path for leaf in self.leaves]
 
+    @property
+    def tree(self) -> Tree:
+        """The tree, filled with the arrays."""
+        return self.skeleton.fill(self.values)
+
 
 def read(
     tree: Tree,
@@ -293,11 +298,6 @@ def read(
         if cls not in walk.used and equinox_names.get(cls) != given:
             unused.append(cls)
     return Leaves(tuple(walk.leaves), tuple(walk.problems), skeleton, tuple(unused), walk.training)
-
-
-def arrays_by_path(tree: Tree) -> dict[Path, AnyArray]:
-    """Return the arrays of a tree by path, without their axes. Raise the same errors as `read`."""
-    return {leaf.path: leaf.value for leaf in read(tree).leaves}
 
 
 def tree_axes(tree: Tree, names: Mapping[type, Names] | None = None) -> Any:

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from functree.devices.placement import is_concrete
 from functree.errors import USERS_ERRORS, FunctreeValueError, Problem, listed
-from functree.labels.leaves import Leaves, array_problem, arrays_by_path, read
+from functree.labels.leaves import Leaves, array_problem, read
 from functree.labels.optimizer.followed_parameters import check_optimizer, remembered, trained_type
 from functree.labels.optimizer.layers import (
     for_layers,
@@ -25,7 +25,7 @@ from functree.transforms.init import init_optimizer
 from functree.tree.arrays import Tree
 from functree.tree.jaxprs import all_equations, is_random
 from functree.tree.paths import Path
-from functree.tree.skeleton.skeleton import Skeleton
+from functree.tree.skeleton.skeleton import Skeleton, arrays_by_path
 
 
 def layerwise(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -87,7 +87,7 @@ def layerwise(tx: optax.GradientTransformation) -> optax.GradientTransformationE
             loose = [(row.path, PartitionSpec()) for row in now if row.spec is None]
             now = StateSharding([*loose, (..., now)])
             return init_optimizer(layered, params, now, wrt="**", otherwise=PartitionSpec())
-        return mapped_init(tx, params)
+        return mapped_init(tx, leaves)
 
     def update(
         updates: Tree, state: Tree, params: Tree | None = None, **extra: Any
@@ -95,8 +95,9 @@ def layerwise(tx: optax.GradientTransformation) -> optax.GradientTransformationE
         leaves = read(updates)
         if not any(map(stack_sizes, leaves.leaves)):
             return whole_update(updates, state, params, **extra)
-        _check(tx, leaves, None if params is None else read(params), extra)
-        return mapped_update(tx, updates, state, params, **extra)
+        parameters = read(params)
+        _check(tx, leaves, None if params is None else parameters, extra)
+        return mapped_update(tx, leaves, state, parameters, extra)
 
     layered = optax.GradientTransformationExtraArgs(init, update)
     return layered

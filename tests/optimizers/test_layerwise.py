@@ -14,7 +14,7 @@ import pytest
 from jaxtyping import Array, Float
 
 import functree as ft
-from functree.labels.leaves import arrays_by_path
+from functree.tree.skeleton.skeleton import arrays_by_path
 from tests.lib.checks import raises
 from tests.lib.optimizers import NAMES, build, given
 

@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import optax
 
-from functree.labels.leaves import Leaf, Leaves, arrays_by_path, read
+from functree.labels.leaves import Leaf, Leaves
 from functree.labels.optimizer.followed_parameters import Shape, TrainedModel, optimizer_state
 from functree.tree.arrays import AnyArray, Tree
 from functree.tree.paths import Keys, Path
-from functree.tree.skeleton.skeleton import Skeleton
+from functree.tree.skeleton.skeleton import Skeleton, arrays_by_path
 
 # While an optimizer is mapped, the nodes of stacks have the leaves of one layer. Code that reads
 # the stacks of a tree, such as another `ft.layerwise` inside the optimizer, must not treat the
@@ -67,14 +67,14 @@ def state_stacks(tx: Any, parameters: Leaves) -> dict[Path, Shape]:
     return of_state
 
 
-def mapped_init(tx: Any, params: Tree) -> Tree:
+def mapped_init(tx: Any, params: Leaves) -> Tree:
     """Initialize an optimizer's state with `init` mapped over the layers of the parameters."""
-    leaves = read(params)
-    return _mapped(tx.init, params, list(map(stack_sizes, leaves.leaves)), state_stacks(tx, leaves))
+    stacks = list(map(stack_sizes, params.leaves))
+    return _mapped(tx.init, params.tree, stacks, state_stacks(tx, params))
 
 
 def mapped_update(
-    tx: Any, updates: Tree, state: Tree, params: Tree | None, **extra: Tree
+    tx: Any, updates: Leaves, state: Tree, params: Leaves, extra: Mapping[str, Tree]
 ) -> tuple[Tree, Tree]:
     """Run an optimizer's `update`, mapped over the layers.
 
@@ -83,7 +83,7 @@ def mapped_update(
         updates: the gradients.
         state: the state. An array that belongs to a parameter in a stack has the stack's
             dimensions, followed by its dimensions for one layer.
-        params: the parameters, or None.
+        params: the parameters, or the leaves of None.
         extra: other arguments of `update`. An array in one of these belongs to the parameter with
             the same path and shape.
 
@@ -91,12 +91,11 @@ def mapped_update(
         The updates and the new state. If an array of the state lacks the dimensions of its stack,
             `jax.vmap` raises an error.
     """
-    gradients, parameters = read(updates), read(params)
-    of_state = state_stacks(tx, gradients if params is None else parameters)
-    inputs = list(map(stack_sizes, gradients.leaves))
+    of_state = state_stacks(tx, params if params.leaves else updates)
+    inputs = list(map(stack_sizes, updates.leaves))
     inputs += [of_state.get(path, ()) for path in arrays_by_path(state)]
-    inputs += map(stack_sizes, parameters.leaves)
-    known = {leaf.path: leaf for leaf in (*parameters.leaves, *gradients.leaves)}
+    inputs += map(stack_sizes, params.leaves)
+    known = {leaf.path: leaf for leaf in (*params.leaves, *updates.leaves)}
     for path, value in arrays_by_path(extra).items():
         same = known.get(Path(path[1:]))
         if same is None or same.shape != value.shape:
@@ -112,7 +111,7 @@ def mapped_update(
         updates, state, params, extra = given
         return update(updates, state, params, **extra)
 
-    return _mapped(run, (updates, state, params, extra), inputs, outputs)
+    return _mapped(run, (updates.tree, state, params.tree, extra), inputs, outputs)
 
 
 def _mapped(

@@ -6,7 +6,6 @@ compute a leaf in the same way, the optimizer treats the leaf as separate layers
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +13,7 @@ import optax
 from jax.extend.core import Literal
 
 from functree.errors import USERS_ERRORS, FunctreeError, listed, warn
-from functree.labels.leaves import Leaf, arrays_by_path
+from functree.labels.leaves import Leaf, read
 from functree.labels.optimizer.followed_parameters import (
     TrainedModel,
     owners_of,
@@ -26,7 +25,7 @@ from functree.tree.arrays import AnyArray, Tree
 from functree.tree.interfaces import Stack
 from functree.tree.jaxprs import NOTHING, Sources, dependencies, is_random
 from functree.tree.paths import Path
-from functree.tree.skeleton.skeleton import Skeleton, abstract_result
+from functree.tree.skeleton.skeleton import Skeleton, abstract_result, arrays_by_path
 
 
 def warn_of_stacks(tx: Any, trained: TrainedModel) -> None:
@@ -81,15 +80,20 @@ def treated_differently(tx: Any, trained: TrainedModel) -> Sequence[Leaf]:
         return ()
     params = trained.tree(lambda leaf: leaf.value)
     update = optax.with_extra_args_support(tx).update
+
+    def layers_init(params: Tree) -> Tree:
+        return mapped_init(tx, read(params))
+
+    def layers_update(updates: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        return mapped_update(tx, read(updates), state, read(params), {})
+
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         try:
             whole = traced_update(tx.init, update, params, params)
             outputs = zip(whole.outputs, whole.depends_on(), strict=True)
             if any(on - {owner} for (_, owner), on in outputs):
                 return ()
-            layers = traced_update(
-                partial(mapped_init, tx), partial(mapped_update, tx), params, params
-            )
+            layers = traced_update(layers_init, layers_update, params, params)
         # `update` may need other arguments, and the trace is only for a warning.
         except (*USERS_ERRORS, FunctreeError):
             return ()
