@@ -253,7 +253,10 @@ class DataFlow:
         """Return a value's direct inputs, without the indices and conditions that selected it."""
         known = self._known_inputs.get(value)
         if known is None:
-            before = list(map(self._handed_on, self._before(value)))
+            before: list[HloValue] = []
+            # Most instructions compute something.
+            if value.instruction.opcode in PASSES_ON:
+                before = list(map(self._handed_on, self._before(value)))
             known = self._known_inputs[value] = before or self._passed(value)
         return known
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -38,7 +39,7 @@ from functree.layout.rules import (
     forgotten_text,
     spec_of_axes,
 )
-from functree.tree.arrays import AnyArray, is_array
+from functree.tree.arrays import AnyArray, DType, is_array
 from functree.tree.axes import Axes
 
 # The rules of the current asyncio task, or of the thread outside any task.
@@ -268,15 +269,31 @@ def _by_axes(x: Any, axes: Axes, rules: LayoutLike) -> Any:
         return x
     if layout is None or layout.rules is None:
         raise ShardingError(_no_rules(layout, axes, mesh))
-    view = local_view(agreed_mesh(mesh, [own]))
-    spec, problems = array_spec(layout, activation(axes, x), view)
-    if problems:
-        raise _refused(problems, view)
-    forgotten = forgotten_axes(layout, axes, view)
+    spec, forgotten = _spec_of(layout, axes, x.shape, x.dtype, mesh)
     if forgotten:
         # The text names no activation, so Python shows it once for each line of the user's program.
         warn(f"constrain: {forgotten_text('activations', forgotten)}")
     return with_constraint(x, mesh, spec)
+
+
+@lru_cache(maxsize=4096)
+def _spec_of(
+    layout: Layout,
+    axes: Axes,
+    shape: tuple[int, ...],
+    dtype: DType,
+    mesh: Mesh | AbstractMesh,
+) -> tuple[PartitionSpec, tuple[str, ...]]:
+    """Return the spec of an activation, and the mesh axes that its batch forgets.
+
+    The result is cached, since a model constrains equal activations many times.
+    """
+    view = local_view(agreed_mesh(mesh, [layout.own_mesh]))
+    leaf = activation(axes, jax.ShapeDtypeStruct(shape, dtype))
+    spec, problems = array_spec(layout, leaf, view)
+    if problems:
+        raise _refused(problems, view)
+    return spec, forgotten_axes(layout, axes, view)
 
 
 def _refused(problems: Sequence[Problem], view: MeshView) -> ShardingError:
