@@ -227,6 +227,13 @@ def test_wrong_input_is_one_line(cli: Cli, command: str, monkeypatch: pytest.Mon
     assert WRONG[command] in err and err.count("\n") == 1 and err.endswith("\n")
 
 
+def test_a_failed_command_leaves_no_page(cli: Cli, folder: Path) -> None:
+    (folder / "old.html").write_text("old")
+    for page in ("new.html", "old.html"):
+        assert cli(f"plan demo:raising {LAID} --html {page}")[0] == 2
+    assert not (folder / "new.html").exists() and (folder / "old.html").read_text() == "old"
+
+
 def test_a_traceback_is_shown_if_asked_for(cli: Cli) -> None:
     code, _, err = cli(f"plan demo:raising {LAID} --traceback")
     assert code == 2 and "Traceback" in err and "def raising" not in err

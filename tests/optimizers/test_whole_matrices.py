@@ -448,6 +448,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         lambda: muon(over="modle"),
         ("muon: invalid arguments", "mesh (data=2, model=4) has no such axis; did you mean `model`?"),
     ),
+    "a mesh axis twice": (
+        lambda: muon(over=("data", "data")), ("over='data'", "is named twice", "name the mesh axis once"),
+    ),
     "no matrix": (
         lambda: ft.on_whole_matrices(polar),
         ("`ft.on_whole_matrices` cannot be applied", "layer.bias   f32[3, 16]",

@@ -355,6 +355,10 @@ NOT_OVER: dict[str, tuple[Callable[..., Any], type[Exception], tuple[str, ...]]]
             "over='dat'", "mesh (data=4) has no such axis; did you mean `data`?",
         ),
     ),
+    "an axis twice": (
+        lambda f: ft.accumulate(f, 2, over=("data", "data")), ft.ShardingError,
+        ("accumulate: invalid arguments", "over='data'", "is named twice", "name the mesh axis once"),
+    ),
     "no layout": (
         lambda f: ft.accumulate(f, 2, over="data"), ft.ShardingError,
         (

@@ -589,7 +589,7 @@ def _joined(first: PartitionSpec, then: PartitionSpec, ndim: int) -> PartitionSp
 
 
 def check_axes(name: str, over: Sequence[str], mesh: Mesh | AbstractMesh) -> None:
-    """Raise ShardingError for mesh axes that the mesh lacks, or that are Manual already.
+    """Raise ShardingError for mesh axes that the mesh lacks, that are Manual, or named twice.
 
     Args:
         name: the name of the function that has the option `over=`, for the message.
@@ -605,6 +605,8 @@ def check_axes(name: str, over: Sequence[str], mesh: Mesh | AbstractMesh) -> Non
             near = did_you_mean(axis, mesh.axis_names)
             why = f"the mesh {mesh_view(mesh)} has no such axis{near}"
             remedy = "use an axis that the mesh has"
+        elif over.count(axis) > 1:
+            why, remedy = "is named twice", "name the mesh axis once"
         else:
             continue
         problem = Problem(None, None, f"over={axis!r}", why, remedy)
