@@ -9,7 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from sys import intern
 from typing import NamedTuple
 
@@ -66,6 +66,16 @@ def _bits(dtype: str) -> int:
     return 8 if dtype == "pred" else 0
 
 
+@lru_cache(maxsize=2048)  # the layers of a model have the same types
+def _arrays(text: str) -> list[ArrayType]:
+    """Return the arrays in the text of a type."""
+    arrays: list[ArrayType] = []
+    for dtype, sizes in _ARRAY.findall(text):
+        # A scalar, `f32[]`, has an empty string instead of sizes.
+        arrays.append(ArrayType(dtype, tuple(map(int, filter(None, sizes.split(","))))))
+    return arrays
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Instruction:
     """An instruction of a compiled program.
@@ -84,20 +94,13 @@ class Instruction:
     _rest: str
     # Parsed from `_rest` on first use: walks read a few instructions often, and most instructions
     # never.
-    _arrays: list[ArrayType] | None = field(default=None, init=False)
     _computations: list[str] | None = field(default=None, init=False)
     _operands: list[str] | None = field(default=None, init=False)
 
     @property
     def arrays(self) -> list[ArrayType]:
         """The arrays of its result; nested tuples are flattened in order."""
-        if self._arrays is None:
-            self._arrays = []
-            for dtype, sizes in _ARRAY.findall(self.type):
-                # A scalar, `f32[]`, has an empty string instead of sizes.
-                shape = tuple(map(int, filter(None, sizes.split(","))))
-                self._arrays.append(ArrayType(dtype, shape))
-        return self._arrays
+        return _arrays(self.type)
 
     @property
     def argument(self) -> str:

@@ -109,8 +109,8 @@ def lines_of(frames: Iterable[tuple[str, int]]) -> Lines | None:
         innermost = innermost or line
         if source is None and is_model_file(file):
             source = line
-        if is_users_file(file):
-            called_from = line
+        if not is_own_file(file) and not _in_package(file):
+            called_from = line  # the user's own code
             break
     if innermost is None:
         return None
@@ -134,11 +134,6 @@ def is_model_file(file: str) -> bool:
         return is_layer(file)
     package = _in_package(file)
     return not package or package[0] not in _NO_MODELS
-
-
-def is_users_file(file: str) -> bool:
-    """Return whether a file belongs neither to functree nor to another installed package."""
-    return not is_own_file(file) and not _in_package(file)
 
 
 @cache
