@@ -1,6 +1,7 @@
 """This benchmark compares planning a tree with flattening it with paths, in one process.
 
-It exits with 1 if planning exceeds a limit. Each measurement makes a new layout, so that no cache
+It also compares `ft.constrain` with JAX's constraint while a program is traced. The benchmark exits
+with 1 if a ratio exceeds its limit. Each measurement makes a new layout, so that no cache
 of an earlier plan applies. The compared functions run in turn. The garbage collector is on, and
 runs before each measurement. Times are medians. Ratios are medians of the ratios within a round,
 which a busy machine disturbs less.
@@ -8,6 +9,7 @@ which a busy machine disturbs less.
 
 import argparse
 import gc
+import os
 import statistics
 import sys
 import time
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import equinox as eqx
 import jax
@@ -28,6 +31,7 @@ import functree as ft
 SIZES = {"data": 2, "model": 4}
 PLAN_LIMIT = 20.0  # times flattening with paths
 FILTERS_LIMIT = 3.0  # times planning without filters
+CONSTRAIN_LIMIT = 1.5  # times JAX's constraint
 LEAVES_PER_BLOCK = 10
 
 
@@ -138,6 +142,34 @@ def measure(tree: Any, layout: Callable[[], Any], repeats: int) -> Times:
     return Times(*(statistics.median(column) for column in zip(*rounds, strict=True)))
 
 
+def constrained(repeats: int) -> float:
+    """Return the time of `ft.constrain` in a trace, compared with JAX's constraint."""
+    mesh = ft.make_mesh(**SIZES)
+    sharding = jax.sharding.NamedSharding(mesh, P("data", "model"))
+    rules = ft.AxisRules({"batch": "data", "embed": "model", ...: None})
+
+    def traced(constrain: Callable[[jax.Array], jax.Array]) -> None:
+        def program(x: jax.Array) -> jax.Array:
+            for _ in range(200):
+                x = constrain(x)
+            return x
+
+        jax.jit(program).trace(array(8, 8))
+
+    work = (
+        lambda: traced(lambda x: ft.constrain(x, "batch embed")),
+        lambda: traced(lambda x: jax.lax.with_sharding_constraint(x, sharding)),
+    )
+    ratios: list[float] = []
+    with jax.set_mesh(mesh), ft.axis_rules(rules):
+        for function in work:
+            function()
+        for _ in range(repeats):
+            own, jaxs = (timed(function) for function in work)
+            ratios.append(own / jaxs)
+    return statistics.median(ratios)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -194,6 +226,9 @@ def main() -> int:
                     "MISSED" if bad else "",
                 )
             )
+    ratio = constrained(options.repeats)
+    missed += ratio > CONSTRAIN_LIMIT
+    print(f"\nft.constrain in a trace: {ratio:.2f} x JAX's constraint, at most {CONSTRAIN_LIMIT:g}")
     return 1 if missed and not options.no_check else 0
 
 
