@@ -33,6 +33,15 @@ def test_rebuilt_of_its_own_children_is_the_node(tree: Any) -> None:
             assert same(again, node) and type(again) is type(node)
 
 
+def test_a_module_without_a_value_for_a_field_has_its_other_children() -> None:
+    array = np.ones(3, np.float32)
+    partial = object.__new__(Leafy)
+    object.__setattr__(partial, "w", array)
+    assert dict(children(partial) or [])["w"] is array
+    [row] = ft.plan(partial, ft.P(), {"data": 2})
+    assert row.path == ("w",)
+
+
 def test_a_walk_over_a_tree_that_contains_itself_ends() -> None:
     loop: list[Any] = [1]
     loop.append(loop)
