@@ -1,4 +1,7 @@
-"""A `Signature` turns a call of a function into a tree with the parameters as fields."""
+"""A `Signature` turns a call of a function into a tree with the parameters as fields.
+
+The module also wraps the static arguments of a call, and refuses values that cannot be static.
+"""
 
 import functools
 import inspect
@@ -303,6 +306,8 @@ def _resolved(fun: AnyFunction, annotation: object) -> Any:
     except UNREADABLE:
         return annotation
 
+
+# Static arguments
 
 JAX_VALUE = "is a JAX value, but not an array", "use its arrays instead, such as `ref[...]`"
 """The reason and the remedy for a value that `is_jax_value` recognizes."""

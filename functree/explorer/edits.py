@@ -179,6 +179,9 @@ class _Without:
         return self.program(value) if isinstance(value, ClosedJaxpr | Jaxpr) else value
 
 
+# Edits
+
+
 class Edit(NamedTuple):
     """A change to a program.
 

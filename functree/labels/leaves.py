@@ -224,6 +224,9 @@ def array_problem(path: Path, value: Any, why: str, remedy: str) -> Problem:
     return Problem(path, tuple(value.shape), array_text(value), why, remedy)
 
 
+# A tree
+
+
 @dataclass(frozen=True)
 class Leaves:
     """The arrays of a tree, in JAX's order.
@@ -347,6 +350,9 @@ def too_deep(tree: Tree) -> FunctreeError:
         f"a tree of type {type(tree).__name__} cannot be flattened: it contains itself, or is "
         "nested too deeply"
     )
+
+
+# The walk
 
 
 class Context(NamedTuple):

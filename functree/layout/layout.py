@@ -438,6 +438,9 @@ def on_host(layout: LayoutLike) -> Layout:
     return OnHost(as_layout(layout))
 
 
+# The layouts of a tree
+
+
 class Part(NamedTuple):
     """One layout of a prefix tree.
 

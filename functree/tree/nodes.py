@@ -1,4 +1,7 @@
-"""`walk` visits the nodes of a tree with their paths; `rebuilt` gives a node new children."""
+"""`walk` visits the nodes of a tree with their paths; `rebuilt` gives a node new children.
+
+`aligned` pairs each value of a prefix tree with the subtree that it applies to.
+"""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -153,6 +156,9 @@ def with_nodes(tree: Tree, nodes: Mapping[Keys, Tree]) -> Tree:
         inside.setdefault(path[0], {})[path[1:]] = node
     below = children(tree) or ()
     return rebuilt(tree, [with_nodes(child, inside.get(key, {})) for key, child in below])
+
+
+# Prefix trees
 
 
 class PrefixOf(NamedTuple):
