@@ -101,12 +101,13 @@ def sharding_text(sharding: Sharding | None) -> str:
     """Format a sharding: `P('data') on (data=8)`."""
     if sharding is None:
         return "unspecified"
-    if not isinstance(sharding, NamedSharding):
-        devices = list(sharding.device_set)
-        if len(devices) == 1:
-            return f"on {devices[0]}"
-        return f"on {len(devices)} devices"
-    text = f"{spec_text(sharding.spec)} on {mesh_view(sharding.mesh)}"
+    devices = list(sharding.device_set)
+    if isinstance(sharding, NamedSharding):
+        text = f"{spec_text(sharding.spec)} on {mesh_view(sharding.mesh)}"
+    elif len(devices) == 1:
+        text = f"on {devices[0]}"
+    else:
+        text = f"on {len(devices)} devices"
     kind = other_memory(sharding)
     if kind is not None:
         text += f" in {kind}"

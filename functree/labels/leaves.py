@@ -10,6 +10,7 @@ packed.
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -293,14 +294,26 @@ def read(
     for node, path, given in walk.fields:
         if given.by_leaf and not given.by_module:
             walk.problems += unmatched(node, path, (given,))
-    paths = [leaf.path for leaf in walk.leaves]
-    skeleton = Skeleton.of(tree, paths)
+    skeleton = Skeleton.of(tree, map(attrgetter("path"), walk.leaves))
     unused: list[type] = []
     for cls, given in walk.names.items():
         # `ft.equinox_names` names all layers, and no tree contains all of them.
         if cls not in walk.used and equinox_names.get(cls) != given:
             unused.append(cls)
     return Leaves(tuple(walk.leaves), tuple(walk.problems), skeleton, tuple(unused), walk.training)
+
+
+def arrays_by_path(tree: Tree) -> dict[Path, AnyArray]:
+    """Return the arrays of a tree by path, without their axes. Raise the same errors as `read`."""
+    try:
+        skeleton, arrays = Skeleton.apart(tree)
+        paths = skeleton.learn(tree).paths
+    except (RecursionError, SystemError, TypeError, ValueError):
+        read(tree)  # raises an error with the path of the node that JAX cannot flatten
+        raise
+    if any(is_unheld_number(leaf) for _, leaf in skeleton.others):
+        read(tree)  # raises an error with the paths of these leaves
+    return dict(zip(paths, arrays, strict=True))
 
 
 def tree_axes(tree: Tree, names: Mapping[type, Names] | None = None) -> Any:

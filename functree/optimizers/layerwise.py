@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from functree.devices.placement import is_concrete
 from functree.errors import USERS_ERRORS, FunctreeValueError, Problem, listed
-from functree.labels.leaves import Leaves, array_problem, read
+from functree.labels.leaves import Leaves, array_problem, arrays_by_path, read
 from functree.labels.optimizer.followed_parameters import check_optimizer, remembered, trained_type
 from functree.labels.optimizer.layers import (
     for_layers,
@@ -25,7 +25,7 @@ from functree.transforms.init import init_optimizer
 from functree.tree.arrays import Tree
 from functree.tree.jaxprs import all_equations, is_random
 from functree.tree.paths import Path
-from functree.tree.skeleton.skeleton import Skeleton, arrays_by_path
+from functree.tree.skeleton.skeleton import Skeleton
 
 
 def layerwise(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:

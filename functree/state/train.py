@@ -17,7 +17,7 @@ from functree.devices.meshes import MeshLike, mesh_view
 from functree.devices.placement import check_deleted, explicit_mesh, is_concrete, mesh_of
 from functree.errors import FunctreeValueError, Problem, StateError, count, listed
 from functree.labels.filters import Filter, FilterLike, as_filter, is_trainable
-from functree.labels.leaves import Leaf, Leaves, read
+from functree.labels.leaves import Leaf, Leaves, arrays_by_path, read
 from functree.labels.optimizer.followed_parameters import check_optimizer
 from functree.labels.optimizer.stack_treatment import warn_of_stacks
 from functree.layout.decide import ShownByPlan, current_plan, short_text
@@ -221,7 +221,7 @@ def apply_gradients(
     """
     check("apply_gradients: invalid arguments", ts=(ts, TRAIN_STATE))
     leaves = read(ts.model)
-    by_path = {leaf.path: leaf.value for leaf in read(grads).leaves}
+    by_path = arrays_by_path(grads)
     check_deleted("apply_gradients", {"ts": ts, "grads": grads, "state": state})
     # Both lists contain None for frozen parameters, which the optimizer does not get.
     params: list[AnyArray | None] = []

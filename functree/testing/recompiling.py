@@ -19,11 +19,12 @@ from functree.calls.function import Function
 from functree.calls.signature import Signature
 from functree.devices.placement import sharding_text
 from functree.errors import FunctreeTypeError, count
+from functree.labels.leaves import arrays_by_path
 from functree.transforms.jit.jit import jit
 from functree.tree.arrays import Tree
 from functree.tree.nodes import children
 from functree.tree.paths import Path
-from functree.tree.skeleton.skeleton import Skeleton, arrays_by_path
+from functree.tree.skeleton.skeleton import Skeleton
 
 # JAX's event for a compilation by XLA. JAX also records it for a compilation-cache hit, which takes
 # time too.

@@ -26,6 +26,14 @@ class Linear(eqx.Module):
     name: Any = eqx.field(static=True, default="linear")
 
 
+FIRST = jax.devices()[0]
+
+
+def lay_on(memory_kind: str) -> Array:
+    sharding = jax.sharding.SingleDeviceSharding(FIRST, memory_kind=memory_kind)
+    return jax.device_put(np.ones(4, np.float32), sharding)
+
+
 RULES, OTHERS = ft.AxisRules({"batch": "data", ...: None}), ft.AxisRules({"batch": None, ...: None})
 WIDE, TALL = lay(jnp.ones((4, 4)), None, "model"), lay(jnp.ones((4, 4)), "data")
 # What differs, two arguments, and each path with its text before and now.
@@ -36,6 +44,7 @@ DIFFERENT: list[tuple[str, Any, Any, list[tuple[str, str, str]]]] = [
     ("dtype", [X], [jnp.arange(4)], [("tree.0", "f32", "i32")]),
     ("weak type", [jnp.float32(1)], [jnp.asarray(1.0)], [("tree.0", "False", "True")]),
     ("sharding", [TALL], [WIDE], [("tree.0", f"P('data') on {ON}", f"P(None, 'model') on {ON}")]),
+    ("sharding", [lay_on("device")], [lay_on("pinned_host")], [("tree.0", f"on {FIRST}", f"on {FIRST} in pinned_host")]),
     ("structure", [X], {"a": X}, [("tree.0", "an array", "nothing"), ("tree.a", "nothing", "an array")]),
     ("structure", {"a": X}, {"a": "text"}, [("tree.a", "an array", "static 'text'")]),
 ]  # fmt: skip

@@ -14,7 +14,7 @@ import pytest
 from jaxtyping import Array, Float
 
 import functree as ft
-from functree.tree.skeleton.skeleton import arrays_by_path
+from functree.labels.leaves import arrays_by_path
 from tests.lib.checks import raises
 from tests.lib.optimizers import NAMES, build, given
 
@@ -357,3 +357,36 @@ def test_what_is_not_an_optimizer_is_an_error():
         "an instance of int is not an optimizer: the argument `tx`", "which has `init` and `update`"
     ):
         ft.layerwise(1)  # pyright: ignore
+
+
+LOOP: list[Any] = [np.ones(2)]
+LOOP.append(LOOP)
+# Values that JAX cannot hold or flatten, and a part of the error.
+UNFIT: dict[str, tuple[Any, str]] = {
+    "byte order": (np.ones(2, ">f4"), "has dtype >f4, whose byte order JAX"),
+    "masked": (np.ma.ones(2), "mask"),
+    "longdouble": (np.ones(2, np.longdouble), "which JAX does not support"),
+    "keys": ({1: np.ones(2), "a": np.ones(2)}, "a dict cannot be flattened"),
+    "itself": (LOOP, "it contains itself"),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+@pytest.mark.parametrize("place", ["extra", "state"])
+def test_what_jax_cannot_hold_is_told_by_path(place: str, name: str) -> None:
+    value, text = UNFIT[name]
+
+    def update(updates: Any, state: Any, params: Any = None, *, scale: Any) -> Any:
+        return updates, state
+
+    tx = ft.layerwise(
+        optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    )
+    stack = ft.Stacked(block(1, LAYERS))
+    state = tx.init(stack)
+    tx.update(stack, state, stack, scale=np.ones(2))  # after this call, nothing is traced again
+    with raises(text):
+        if place == "extra":
+            tx.update(stack, state, stack, scale=value)
+        else:
+            tx.update(stack, (state, value), stack, scale=np.ones(2))

@@ -13,7 +13,7 @@ import pytest
 from jaxtyping import Array, Float
 
 import functree as ft
-from functree.tree.skeleton.skeleton import arrays_by_path
+from functree.labels.leaves import arrays_by_path
 from tests.lib.meshes import EXPLICIT, MESH, SIZES, assert_lies
 
 P = ft.P

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import jax
 
 from functree.errors import FunctreeError, FunctreeTypeError
-from functree.labels.leaves import FollowedLeaf, Leaf, Leaves, read
+from functree.labels.leaves import FollowedLeaf, Leaf, Leaves, arrays_by_path, read
 from functree.tree.axes import Axes
 from functree.tree.paths import Keys, Path
-from functree.tree.skeleton.skeleton import Skeleton, abstract_result, arrays_by_path
+from functree.tree.skeleton.skeleton import Skeleton, abstract_result
 
 T = TypeVar("T")
 

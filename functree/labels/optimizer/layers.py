@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import optax
 
-from functree.labels.leaves import Leaf, Leaves
+from functree.labels.leaves import Leaf, Leaves, arrays_by_path
 from functree.labels.optimizer.followed_parameters import Shape, TrainedModel, optimizer_state
 from functree.tree.arrays import AnyArray, Tree
 from functree.tree.paths import Keys, Path
-from functree.tree.skeleton.skeleton import Skeleton, arrays_by_path
+from functree.tree.skeleton.skeleton import Skeleton
 
 # While an optimizer is mapped, the nodes of stacks have the leaves of one layer. Code that reads
 # the stacks of a tree, such as another `ft.layerwise` inside the optimizer, must not treat the

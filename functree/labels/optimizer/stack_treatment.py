@@ -13,7 +13,7 @@ import optax
 from jax.extend.core import Literal
 
 from functree.errors import USERS_ERRORS, FunctreeError, listed, warn
-from functree.labels.leaves import Leaf, read
+from functree.labels.leaves import Leaf, arrays_by_path, read
 from functree.labels.optimizer.followed_parameters import (
     TrainedModel,
     owners_of,
@@ -25,7 +25,7 @@ from functree.tree.arrays import AnyArray, Tree
 from functree.tree.interfaces import Stack
 from functree.tree.jaxprs import NOTHING, Sources, dependencies, is_random
 from functree.tree.paths import Path
-from functree.tree.skeleton.skeleton import Skeleton, abstract_result, arrays_by_path
+from functree.tree.skeleton.skeleton import Skeleton, abstract_result
 
 
 def warn_of_stacks(tx: Any, trained: TrainedModel) -> None:

@@ -208,7 +208,8 @@ class Jit(Function[_P, _T]):
         # The filters of ambient rules are not checked, since such rules serve several functions.
         if options.rules is not None and has_filters(options.rules):
             check_rules(flat.call, options.rules, self._signature)
-        if not tracing() and self._rules() is None:
+        rules = self._rules()
+        if rules is None and not tracing():
             warn_unplaced(name, group.paths, arrays, self._has_entry)
         mesh, of_arguments = self._mesh(arrays), None
         if mesh is None:
@@ -221,7 +222,7 @@ class Jit(Function[_P, _T]):
         # JAX would report a deleted array without its path.
         if any(map(is_deleted, arrays)):
             raise refuse_deleted(name, group.paths, arrays)
-        surroundings = Surroundings(mesh or of_arguments, self._rules())
+        surroundings = Surroundings(mesh or of_arguments, rules)
         if surroundings.mesh is None and options.rules is not None and not tracing():
             warn_without_mesh(name, arrays)
         body = self._body(flat, surroundings)

@@ -384,14 +384,14 @@ def kind_of(node: Tree) -> Kind:
     # class. Each function has a new class of named tuples for its calls.
     if isinstance(node, tuple) and hasattr(type(node), "_fields") and _flattens_as_tuple(node):
         return NAMED_TUPLE
+    if is_array(node):
+        return ARRAY
     if isinstance(node, PackedTree):
         return PACKED
     if isinstance(node, StateMapping):
         return STATE
     if isinstance(node, eqx.Module):
         return MODULE
-    if is_array(node):
-        return ARRAY
     if isinstance(node, eqx.nn.State):
         return EQUINOX_STATE
     if default_registry.flatten_one_level(node) is None:

@@ -215,9 +215,3 @@ def abstract_result(fn: Callable[[Tree], Tree], tree: Tree) -> Tree:
 
     abstract = jax.eval_shape(run, *arrays)
     return results[0].fill(abstract)
-
-
-def arrays_by_path(tree: Tree) -> dict[Path, AnyArray]:
-    """Return the arrays of a tree by path, without the axes that `read` finds."""
-    skeleton, arrays = Skeleton.apart(tree)
-    return dict(zip(skeleton.learn(tree).paths, arrays, strict=True))
