@@ -451,25 +451,20 @@ def runs(flow: DataFlow) -> Mapping[str, int | None]:
 
     Every branch of a conditional is assumed to be taken.
     """
-    hlo = flow.hlo
-    counts: dict[str, int | None] = {hlo.entry: 1}
+    counts: dict[str, int | None] = {flow.hlo.entry: 1}
     # In the text, a computation comes before its callers.
-    for name in reversed(hlo.computations):
-        times = counts.setdefault(name, 0)  # 0: no counted instruction calls it
-        for instruction in hlo.computations[name]:
-            if instruction.opcode not in CALLS:
-                continue
-            each = 1
-            if instruction.opcode == "while":
-                each = trip_count(flow, instruction)
-            for called in instruction.computations:
-                before = counts.get(called, 0)
-                # The condition of a loop runs once more than its body, but contains nothing that is
-                # counted.
-                if times is None or each is None or before is None:
-                    counts[called] = None
-                else:
-                    counts[called] = before + times * each
+    for name in reversed(flow.hlo.computations):
+        total = counts.setdefault(name, 0)  # 0 if no counted instruction calls it
+        for caller in flow.callers.get(name, ()):
+            # The condition of a loop runs once more than its body, but contains nothing that is
+            # counted.
+            each = trip_count(flow, caller) if caller.opcode == "while" else 1
+            times = counts[caller.computation]
+            if total is None or times is None or each is None:
+                total = None
+            else:
+                total += times * each
+        counts[name] = total
     return counts
 
 
