@@ -13,7 +13,7 @@ import optax
 from jax.extend.core import Literal
 
 from functree.errors import USERS_ERRORS, FunctreeError, listed, warn
-from functree.labels.leaves import Leaf, arrays_by_path, read
+from functree.labels.leaves import Leaf, read
 from functree.labels.optimizer.followed_parameters import (
     TrainedModel,
     owners_of,
@@ -185,27 +185,26 @@ def traced_update(
     state = abstract_result(init, updates if params is None else params)
     given = updates, state, params, extra or {}
     skeleton, types = Skeleton.apart(given)
-    parameters = {*arrays_by_path(updates), *arrays_by_path(params)}
+    paths = skeleton.learn(given).paths
+    parameters = {Path(path[1:]) for path in paths if path[0] in (UPDATES, PARAMETERS)}
     outputs: list[Owned] = []
 
     def run(*arrays: Any) -> list[AnyArray]:
         updates, state, params, extra = skeleton.fill(arrays)
         result = update(updates, state, params, **extra)
-        outputs[:] = _owned(result, parameters)
-        return Skeleton.apart(result)[1]
+        new, values = Skeleton.apart(result)
+        outputs[:] = _owned(new.learn(result).paths, parameters)
+        return values
 
     program = jax.make_jaxpr(run)(*types)
-    return TracedUpdate(program, _owned(given, parameters), outputs)
+    return TracedUpdate(program, _owned(paths, parameters), outputs)
 
 
-def _owned(trees: Sequence[Tree], parameters: set[Path]) -> list[Owned]:
-    """Return the path and the parameter of each array in some trees.
-
-    The first tree holds updates or gradients, and the second holds a state.
-    """
-    owners = owners_of(list(arrays_by_path(trees[STATE])), parameters)
+def _owned(paths: Sequence[Path], parameters: set[Path]) -> list[Owned]:
+    """Return each path with its parameter. The first key of a path names its tree, as `STATE`."""
+    owners = owners_of([Path(path[1:]) for path in paths if path[0] == STATE], parameters)
     owned: list[Owned] = []
-    for path in arrays_by_path(tuple(trees)):
+    for path in paths:
         owner: Path | None = Path(path[1:])
         if path[0] == STATE:
             owner = next(iter(owners[owner]), None)
