@@ -22,7 +22,7 @@ from functree.calls.closures import closed_over
 from functree.errors import FunctreeTypeError, FunctreeValueError, Problem, count
 from functree.labels.annotations.hints import UNREADABLE
 from functree.tree.arrays import Tree, is_array, is_unheld_number, unheld, value_text
-from functree.tree.paths import Path
+from functree.tree.paths import Keys, Path
 from functree.tree.skeleton.skeleton import Skeleton
 from functree.tree.skeleton.static_value import PLAIN, StaticValue, is_hashable, runs_once
 
@@ -203,18 +203,18 @@ class Signature:
         values = dict(zip(self.parameters, self._omitted, strict=True)) | bound.arguments
         return self.call(*values.values())
 
-    def each(self, call: Record) -> Iterator[tuple[Path, Tree]]:
-        """Yield the arguments of a call with their paths.
+    def each(self, call: Record) -> Iterator[tuple[Keys, Tree]]:
+        """Yield the arguments of a call with the keys of their paths.
 
         Each argument in `*args` and `**kwargs` has its own path.
         """
         for name, value in zip(self.parameters, call, strict=True):
             if name == self.by_name:
-                yield from ((Path((name, key)), value[key]) for key in value)
+                yield from (((name, key), value[key]) for key in value)
             elif name == self.many:
-                yield from ((Path((name, i)), argument) for i, argument in enumerate(value))
+                yield from (((name, i), argument) for i, argument in enumerate(value))
             else:
-                yield Path((name,)), value
+                yield (name,), value
 
     def run(self, fun: AnyFunction, call: Sequence[Tree]) -> Tree:
         """Run a function that has this signature with the values of a call."""
@@ -432,10 +432,10 @@ def check_identity(signature: Signature, call: Record) -> None:
         FunctreeError: if an argument is compared by identity.
     """
     problems: list[Problem] = []
-    for path, value in signature.each(call):
+    for keys, value in signature.each(call):
         cls = _by_identity(value)
         if cls is not None:
-            problems.append(Problem(path, None, cls, _BY_IDENTITY, _remedy(cls)))
+            problems.append(Problem(Path(keys), None, cls, _BY_IDENTITY, _remedy(cls)))
     if problems:
         arguments = count(len(problems), "argument")
         raise FunctreeTypeError(

@@ -208,8 +208,7 @@ class Jit(Function[_P, _T]):
         # The filters of ambient rules are not checked, since such rules serve several functions.
         if options.rules is not None and has_filters(options.rules):
             check_rules(flat.call, options.rules, self._signature)
-        rules = self._rules()
-        if rules is None and not tracing():
+        if not tracing() and self._rules() is None:
             warn_unplaced(name, group.paths, arrays, self._has_entry)
         mesh, of_arguments = self._mesh(arrays), None
         if mesh is None:
@@ -222,7 +221,7 @@ class Jit(Function[_P, _T]):
         # JAX would report a deleted array without its path.
         if any(map(is_deleted, arrays)):
             raise refuse_deleted(name, group.paths, arrays)
-        surroundings = Surroundings(mesh or of_arguments, rules)
+        surroundings = Surroundings(mesh or of_arguments, self._rules())
         if surroundings.mesh is None and options.rules is not None and not tracing():
             warn_without_mesh(name, arrays)
         body = self._body(flat, surroundings)
@@ -322,7 +321,7 @@ class Jit(Function[_P, _T]):
                 # A traced array's sharding is unknown.
                 given = [getattr(flat.arrays[i], "sharding", None) for i in below]
                 kept = tuple(x if isinstance(x, NamedSharding) else None for x in given)
-                donated.setdefault(state_form(value), {})[name] = kept
+                donated.setdefault(state_form(value), {})[Path(name)] = kept
         return donated
 
 
