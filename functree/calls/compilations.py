@@ -11,6 +11,7 @@ program again.
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -254,11 +255,7 @@ def differences(before: Situation, now: Situation) -> tuple[Difference, ...]:
     return tuple(changes)
 
 
-_SHOWN: dict[str, Callable[[Any], Any]] = {
-    "static": lambda static: static.value,
-    "dtype": dtype_text,
-    "sharding": sharding_text,
-}
+_SHOWN = {"static": attrgetter("value"), "dtype": dtype_text, "sharding": sharding_text}
 """For some kinds of properties, the value that a difference shows."""
 
 

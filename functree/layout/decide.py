@@ -138,7 +138,10 @@ def decide_parts(
     for group in groups:
         mentioned |= dict.fromkeys(group.mentioned)
     unused = absent(mentioned, leaves.leaves)
-    problems += near_misses(known, decisions, unused)
+    near, warnings = near_misses(known, decisions, unused)
+    problems += near
+    for text in warnings:
+        warn(text)
     # Leaves that share a decision object have equal sizes in the sharded dimensions. If one of them
     # has no problem, the others have none either.
     fine: set[int] = set()

@@ -27,7 +27,6 @@ from functree.errors import (
     listed,
     longer_form,
     near_name,
-    warn,
 )
 from functree.labels.leaves import Leaf
 from functree.tree.paths import Path
@@ -266,16 +265,16 @@ def present_axes(leaves: Sequence[Leaf]) -> set[str | None]:
 
 def near_misses(
     leaves: Sequence[Leaf], decisions: Sequence[Decision], unused: Sequence[str]
-) -> list[Problem]:
+) -> tuple[list[Problem], list[str]]:
     """Return the problems of axes that only `...: None` covers, probably because of a typo.
 
     Such an axis resembles an axis that a rule names but no leaf has. If one of the two names is a
-    longer form of the other (`hidden`, `hidden_dim`), the function only warns, since the names may
-    mean different axes.
+    longer form of the other (`hidden`, `hidden_dim`), the result has a warning instead of problems,
+    since the names may mean different axes.
     """
-    problems: list[Problem] = []
+    problems, warnings = list[Problem](), list[str]()
     if not unused:
-        return problems
+        return problems, warnings
     for name, having in _closed_axes(leaves, decisions).items():
         near, form = near_name(name, unused), longer_form(name, unused)
         why = f'"{name}" has no rule except `...: None`'
@@ -290,8 +289,8 @@ def near_misses(
             where = f" in {listed(paths)}" if paths else ""
             why += f", so it is left unsharded{where}, and no leaf has the axis"
             remedy += f', or add the rule `"{name}": None` if the two names mean different axes'
-            warn(f"{why} `{form}`, which a rule names: {remedy}")
-    return problems
+            warnings.append(f"{why} `{form}`, which a rule names: {remedy}")
+    return problems, warnings
 
 
 def _closed_axes(

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from functree.argument_checks import SHAPE, check, is_name
 from functree.devices.meshes import MeshLike, MeshView, axes_text, entry, mesh_view
-from functree.errors import Problem, RuleError, ShardingError, count, did_you_mean
+from functree.errors import Problem, RuleError, ShardingError, count, did_you_mean, warn
 from functree.labels.annotations.given_names import invalid_names
 from functree.labels.leaves import Leaf
 from functree.layout.decision import (
@@ -458,8 +458,8 @@ _MISSING = (
 
 def array_spec(
     layout: Layout, leaf: Leaf, mesh: MeshView | None
-) -> tuple[PartitionSpec, list[Problem]]:
-    """Return the spec that a layout gives to an activation, and the problems.
+) -> tuple[PartitionSpec, list[Problem], list[str]]:
+    """Return the spec that a layout gives to an activation, the problems, and the warnings.
 
     Args:
         layout: the layout.
@@ -467,20 +467,20 @@ def array_spec(
         mesh: the mesh; None to skip the checks of mesh axes and sizes.
 
     Returns:
-        The spec, and the problems of the activation and the layout.
+        The spec, the problems of the activation and the layout, and the texts of warnings.
     """
     heard = list(_heard(layout))
     mentioned = mentioned_axes(heard)
     # Only rules apply to activations: `FSDP` would shard the largest dimension.
     decision = (layout.rules or layout).decide(leaf, None, mesh or MeshView({}))
-    problems = near_misses([leaf], [decision], absent(mentioned, [leaf]))
+    problems, warnings = near_misses([leaf], [decision], absent(mentioned, [leaf]))
     if mesh is None:
         # A mesh in which all used mesh axes have size 1 passes all checks.
         mesh = MeshView(dict.fromkeys(decision.used, 1))
     else:
         problems += own_problems(heard, [leaf], mesh)
     problems += leaf_problems(leaf, decision, mesh, mentioned)
-    return decision.spec, problems
+    return decision.spec, problems, warnings
 
 
 def _heard(layout: Layout) -> Iterator[Layout]:
@@ -522,7 +522,9 @@ def spec_of_axes(
     sizes = (0,) * len(axes) if shape is None else tuple(shape)
     # No layout uses an activation's dtype.
     leaf = activation(axes, jax.ShapeDtypeStruct(sizes, np.float32))
-    spec, problems = array_spec(layout, leaf, mesh)
+    spec, problems, warnings = array_spec(layout, leaf, mesh)
+    for text in warnings:
+        warn(text)
     if problems:
         where = "" if mesh is None else f" on mesh {mesh}"
         what = f'"{axes}"' if shape is None else f'"{axes}" of shape {sizes}'

@@ -269,7 +269,9 @@ def _by_axes(x: Any, axes: Axes, rules: LayoutLike) -> Any:
         return x
     if layout is None or layout.rules is None:
         raise ShardingError(_no_rules(layout, axes, mesh))
-    spec, forgotten = _spec_of(layout, axes, x.shape, x.dtype, mesh)
+    spec, warnings, forgotten = _spec_of(layout, axes, x.shape, x.dtype, mesh)
+    for text in warnings:
+        warn(text)
     if forgotten:
         # The text names no activation, so Python shows it once for each line of the user's program.
         warn(f"constrain: {forgotten_text('activations', forgotten)}")
@@ -283,17 +285,17 @@ def _spec_of(
     shape: tuple[int, ...],
     dtype: DType,
     mesh: Mesh | AbstractMesh,
-) -> tuple[PartitionSpec, tuple[str, ...]]:
-    """Return the spec of an activation, and the mesh axes that its batch forgets.
+) -> tuple[PartitionSpec, list[str], tuple[str, ...]]:
+    """Return the spec of an activation, warnings, and the mesh axes that its batch forgets.
 
     The result is cached, since a model constrains equal activations many times.
     """
     view = local_view(agreed_mesh(mesh, [layout.own_mesh]))
     leaf = activation(axes, jax.ShapeDtypeStruct(shape, dtype))
-    spec, problems = array_spec(layout, leaf, view)
+    spec, problems, warnings = array_spec(layout, leaf, view)
     if problems:
         raise _refused(problems, view)
-    return spec, forgotten_axes(layout, axes, view)
+    return spec, warnings, forgotten_axes(layout, axes, view)
 
 
 def _refused(problems: Sequence[Problem], view: MeshView) -> ShardingError:

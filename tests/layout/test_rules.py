@@ -171,6 +171,8 @@ def test_a_longer_form_in_a_single_array() -> None:
         lambda: rules.spec("head one"),
         lambda: ft.shard(jnp.ones((4, 2)), rules, MESH, axes="head two"),
         lambda: jax.jit(lambda x: ft.constrain(x, "head three", rules=rules)).trace(TRACED),
+        # Again, although the spec is cached.
+        lambda: jax.jit(lambda x: ft.constrain(x, "head three", rules=rules)).trace(TRACED),
     ):
         with pytest.warns(ft.FunctreeWarning, match=text):
             door()
