@@ -69,8 +69,7 @@ class CallGroup:
 
     def see_devices(self, arrays: Iterable[AnyArray]) -> None:
         """Set `several_devices` if a call has arrays on several devices."""
-        numbers = [x.sharding.num_devices for x in arrays if is_concrete(x)]
-        if max(numbers, default=1) > 1:
+        if any(x.sharding.num_devices > 1 for x in arrays if is_concrete(x)):
             self.several_devices = True
 
 

@@ -231,7 +231,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.path.insert(0, os.getcwd())  # so that modules in the current folder can be imported
     try:
         if options.html is not None:
-            _check_page(options.html)
+            # A page that cannot be written is an error before the compilation, which may take
+            # minutes. A command that fails leaves no empty page.
+            is_new = not os.path.lexists(options.html)
+            _write(options.html, "a", "")
+            if is_new:
+                os.remove(options.html)
         # Keep the output of the user's functions out of standard output.
         with _short_warnings(command), redirect_stdout(sys.stderr):
             _prepare(options)
@@ -257,14 +262,6 @@ def _version() -> str:
         return version("functree")
     except PackageNotFoundError:  # a checkout that is not installed
         return "(not installed)"
-
-
-def _check_page(page: str) -> None:
-    """Raise Failure if a page cannot be written, before a compilation that may take minutes."""
-    is_new = not os.path.exists(page)
-    _write(page, "a", "")
-    if is_new:  # a command that fails leaves no empty page
-        os.remove(page)
 
 
 def _write(page: str, mode: str, text: str) -> None:

@@ -126,6 +126,18 @@ def agreed_mesh(mesh: MeshLike, own: Iterable[Mesh | AbstractMesh | None]) -> Me
     return view
 
 
+def local_view(mesh: MeshLike, own: Iterable[Mesh | AbstractMesh | None] = ()) -> MeshView:
+    """Return the view of `agreed_mesh`, in which Manual mesh axes have size 1.
+
+    Shapes are local along these mesh axes.
+    """
+    view = agreed_mesh(mesh, own)
+    manual = getattr(view.mesh, "manual_axes", ())
+    if not manual:
+        return view
+    return MeshView({**view.sizes, **dict.fromkeys(manual, 1)}, view.mesh)
+
+
 def devices_along(axes: Iterable[str]) -> int:
     """Count the devices along some mesh axes of the current mesh.
 

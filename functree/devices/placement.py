@@ -101,13 +101,11 @@ def sharding_text(sharding: Sharding | None) -> str:
     """Format a sharding: `P('data') on (data=8)`."""
     if sharding is None:
         return "unspecified"
-    devices = list(sharding.device_set)
     if isinstance(sharding, NamedSharding):
         text = f"{spec_text(sharding.spec)} on {mesh_view(sharding.mesh)}"
-    elif len(devices) == 1:
-        text = f"on {devices[0]}"
     else:
-        text = f"on {len(devices)} devices"
+        first, *others = sharding.device_set
+        text = f"on {len(others) + 1} devices" if others else f"on {first}"
     kind = other_memory(sharding)
     if kind is not None:
         text += f" in {kind}"

@@ -5,14 +5,15 @@ The axes of a leaf or an activation ─► the mesh axes that shard each dimensi
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from functree.argument_checks import SHAPE, check, is_name
-from functree.devices.meshes import MeshLike, MeshView, axes_text, entry, mesh_view
+from functree.devices.meshes import MeshLike, MeshView, axes_text, entry, local_view, mesh_view
 from functree.errors import Problem, RuleError, ShardingError, count, did_you_mean, warn
 from functree.labels.annotations.given_names import invalid_names
 from functree.labels.leaves import Leaf
@@ -407,15 +408,13 @@ def mentioned_axes(layouts: Iterable[Layout]) -> Collection[str]:
     return list(dict.fromkeys(name for table in tables for name in table.mentioned))
 
 
-def own_problems(
-    layouts: Iterable[Layout], leaves: Sequence[Leaf], mesh: MeshView
-) -> list[Problem]:
+def own_problems(parts: Iterable[Layout], leaves: Sequence[Leaf], mesh: MeshView) -> list[Problem]:
     """Return the problems of layouts themselves: mesh axes that the mesh lacks, misspelled axes.
 
     Mesh axes are checked even if no leaf needs them.
     """
     problems: list[Problem] = []
-    for layout in layouts:
+    for layout in parts:
         match layout:
             case AxisRules():
                 uses = [(Source(("rule", rule)), rule.mesh_axes) for rule in layout.table]
@@ -580,3 +579,42 @@ def forgotten_text(what: str, forgotten: tuple[str, ...]) -> str:
         f"Add `{BATCH!r}: {entry(forgotten)!r}` to the rules, or `{BATCH!r}: None` if you intend "
         "replication"
     )
+
+
+def activation_spec(
+    layout: Layout, axes: Axes, value: AnyArray, mesh: Mesh | AbstractMesh
+) -> tuple[PartitionSpec, list[Problem], list[str]]:
+    """Return the result of `array_spec`, which also warns if the activation's batch has no rule.
+
+    The spec is cached, since a model constrains equal activations many times.
+    """
+    parts = layout.parts if isinstance(layout, Composition) else (layout,)
+    # Other layouts may hold arrays, which the cache would keep alive, or be unhashable.
+    if {AxisRules, FSDP}.issuperset(map(type, parts)):
+        spec, is_fine, warnings = _cached_spec(layout, axes, value.shape, mesh)
+        if is_fine:
+            return spec, [], warnings
+    return _activation_spec(layout, activation(axes, value), mesh)
+
+
+@lru_cache(maxsize=4096)
+def _cached_spec(
+    layout: Layout, axes: Axes, shape: tuple[int, ...], mesh: Mesh | AbstractMesh
+) -> tuple[PartitionSpec, bool, list[str]]:
+    """Return the spec of an activation, whether it has no problems, and the warnings."""
+    # No layout uses an activation's dtype.
+    leaf = activation(axes, jax.ShapeDtypeStruct(shape, np.float32))
+    spec, problems, warnings = _activation_spec(layout, leaf, mesh)
+    return spec, not problems, warnings
+
+
+def _activation_spec(
+    layout: Layout, leaf: Leaf, mesh: Mesh | AbstractMesh
+) -> tuple[PartitionSpec, list[Problem], list[str]]:
+    view = local_view(mesh, [layout.own_mesh])
+    spec, problems, warnings = array_spec(layout, leaf, view)
+    forgotten = () if problems else forgotten_axes(layout, leaf.axes, view)
+    if forgotten:
+        # The text names no activation, so Python shows it once for each line of the user's program.
+        warnings.append(f"constrain: {forgotten_text('activations', forgotten)}")
+    return spec, problems, warnings

@@ -148,7 +148,7 @@ def _problems(
     others: list[Any] = []
     for path, array in zip(arrays_by_path(dict(extra)), arrays, strict=True):
         stack = stacks.get(Path(path[1:]), ())
-        others.append(jax.ShapeDtypeStruct(array.shape[len(stack) :], array.dtype))
+        others.append(jax.ShapeDtypeStruct(array.shape[len(stack) :], jax.typeof(array).dtype))
 
     def layers(leaves: Leaves) -> Tree:
         layer = single_layers(leaves).tree(lambda leaf: leaf.value)

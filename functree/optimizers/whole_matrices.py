@@ -17,7 +17,7 @@ from jaxtyping import Array, Shaped
 
 from functree.argument_checks import FUNCTION, check
 from functree.devices.meshes import (
-    agreed_mesh,
+    local_view,
     mesh_axes,
     mesh_view,
     of_rank,
@@ -29,7 +29,7 @@ from functree.labels.leaves import Leaf, Leaves, read
 from functree.labels.optimizer.layers import stack_sizes
 from functree.layout.decide import decide_parts
 from functree.layout.layout import LayoutTree, as_partial, own_meshes, read_for
-from functree.placing.constrain import ambient_rules, find_mesh, local_view
+from functree.placing.constrain import ambient_rules, find_mesh
 from functree.transforms.accumulate.accumulate import NAMES, check_axes, names
 from functree.tree.arrays import AnyArray, Tree, value_text
 from functree.tree.paths import Path
@@ -409,7 +409,7 @@ def _specs(
         return mesh, specs
     if given is None:
         raise _unknown(leaves, name, f"on mesh {mesh_view(mesh)}", _GIVE_LAYOUT.format(name=name))
-    view = local_view(agreed_mesh(mesh, own_meshes(parts)))
+    view = local_view(mesh, own_meshes(parts))
     # The tree has only trained parameters, so a filter may match nothing in it.
     decided = decide_parts(leaves, as_partial(parts), view)
     if decided.problems:

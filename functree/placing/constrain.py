@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,9 +17,9 @@ from functree.argument_checks import check_tree
 from functree.devices.constraint import with_constraint
 from functree.devices.meshes import (
     MeshView,
-    agreed_mesh,
     current_mesh,
     devices_along,
+    local_view,
     mesh_axes,
     mesh_view,
     traced_under,
@@ -32,14 +31,8 @@ from functree.errors import AxesError, Problem, ShardingError, count, users_fram
 from functree.layout.decide import decide_parts
 from functree.layout.decision import Decision, refuse
 from functree.layout.layout import Layout, LayoutLike, LayoutTree, as_layout, own_meshes, read_for
-from functree.layout.rules import (
-    activation,
-    array_spec,
-    forgotten_axes,
-    forgotten_text,
-    spec_of_axes,
-)
-from functree.tree.arrays import AnyArray, DType, is_array
+from functree.layout.rules import activation, activation_spec, spec_of_axes
+from functree.tree.arrays import AnyArray, is_array
 from functree.tree.axes import Axes
 
 # The rules of the current asyncio task, or of the thread outside any task.
@@ -230,7 +223,7 @@ def constrain(tree: T, layout: str | Axes | LayoutTree, rules: LayoutLike = None
     mesh = find_mesh(own, leaves.values)
     if mesh is None:
         return tree
-    view = local_view(agreed_mesh(mesh, own))
+    view = local_view(mesh, own)
     decided = decide_parts(leaves, parts, view)
     if decided.problems:
         raise _refused(decided.problems, view)
@@ -269,33 +262,12 @@ def _by_axes(x: Any, axes: Axes, rules: LayoutLike) -> Any:
         return x
     if layout is None or layout.rules is None:
         raise ShardingError(_no_rules(layout, axes, mesh))
-    spec, warnings, forgotten = _spec_of(layout, axes, x.shape, x.dtype, mesh)
+    spec, problems, warnings = activation_spec(layout, axes, x, mesh)
     for text in warnings:
         warn(text)
-    if forgotten:
-        # The text names no activation, so Python shows it once for each line of the user's program.
-        warn(f"constrain: {forgotten_text('activations', forgotten)}")
-    return with_constraint(x, mesh, spec)
-
-
-@lru_cache(maxsize=4096)
-def _spec_of(
-    layout: Layout,
-    axes: Axes,
-    shape: tuple[int, ...],
-    dtype: DType,
-    mesh: Mesh | AbstractMesh,
-) -> tuple[PartitionSpec, list[str], tuple[str, ...]]:
-    """Return the spec of an activation, warnings, and the mesh axes that its batch forgets.
-
-    The result is cached, since a model constrains equal activations many times.
-    """
-    view = local_view(agreed_mesh(mesh, [layout.own_mesh]))
-    leaf = activation(axes, jax.ShapeDtypeStruct(shape, dtype))
-    spec, problems, warnings = array_spec(layout, leaf, view)
     if problems:
-        raise _refused(problems, view)
-    return spec, warnings, forgotten_axes(layout, axes, view)
+        raise _refused(problems, mesh_view(mesh))
+    return with_constraint(x, mesh, spec)
 
 
 def _refused(problems: Sequence[Problem], view: MeshView) -> ShardingError:
@@ -320,14 +292,6 @@ def _no_rules(layout: Layout | None, axes: Axes, mesh: Mesh | AbstractMesh) -> s
     return text
 
 
-def local_view(view: MeshView) -> MeshView:
-    """Return a view in which Manual mesh axes have size 1, since shapes are local along them."""
-    manual = getattr(view.mesh, "manual_axes", ())
-    if not manual:
-        return view
-    return MeshView({**view.sizes, **dict.fromkeys(manual, 1)}, view.mesh)
-
-
 def find_mesh(
     own: Sequence[Mesh | AbstractMesh | None], values: Sequence[AnyArray]
 ) -> Mesh | AbstractMesh | None:
@@ -349,7 +313,7 @@ def axes_of_name(name: str, rules: Layout, mesh: Mesh | AbstractMesh) -> tuple[s
     if rules.rules is None:
         return None
     try:
-        spec = spec_of_axes(rules, Axes(name), None, local_view(MeshView(dict(mesh.shape), mesh)))
+        spec = spec_of_axes(rules, Axes(name), None, local_view(mesh))
     except ShardingError:
         return None
     return mesh_axes(spec.partitions[0])

@@ -232,6 +232,9 @@ def test_a_failed_command_leaves_no_page(cli: Cli, folder: Path) -> None:
     for page in ("new.html", "old.html"):
         assert cli(f"plan demo:raising {LAID} --html {page}")[0] == 2
     assert not (folder / "new.html").exists() and (folder / "old.html").read_text() == "old"
+    (folder / "link.html").symlink_to("target.html")
+    assert cli(f"plan demo:tree {LAID} --html link.html")[0] == 0
+    assert (folder / "link.html").is_symlink() and (folder / "target.html").stat().st_size > 0
 
 
 def test_a_traceback_is_shown_if_asked_for(cli: Cli) -> None:

@@ -37,10 +37,11 @@ def test_sharded_as_wanted(sharding: Any, same: bool):
     (None, "unspecified"),
     (NamedSharding(MESH, P(None, "model")), "P(None, 'model') on (data=2, model=4)"),
     (NamedSharding(MESH, P("data"), memory_kind="pinned_host"), "P('data') on (data=2, model=4) in pinned_host"),
+    (NamedSharding(MESH.abstract_mesh, P("data")), "P('data') on (data=2, model=4)"),
     (SingleDeviceSharding(DEVICES[1]), f"on {DEVICES[1]}"),
     (SingleDeviceSharding(DEVICES[1], memory_kind="pinned_host"), f"on {DEVICES[1]} in pinned_host"),
     (SimpleNamespace(device_set=set(DEVICES), memory_kind=None), "on 8 devices"),
-], ids=range(6))  # fmt: skip
+], ids=range(7))  # fmt: skip
 def test_in_words(sharding: Any, text: str):
     assert sharding_text(sharding) == text
 

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -390,3 +390,19 @@ def test_what_jax_cannot_hold_is_told_by_path(place: str, name: str) -> None:
             tx.update(stack, state, stack, scale=value)
         else:
             tx.update(stack, (state, value), stack, scale=np.ones(2))
+
+
+class Updated(NamedTuple):
+    updates: Any
+    state: Any
+
+
+def test_an_update_that_returns_a_named_tuple() -> None:
+    sgd = optax.sgd(0.1, momentum=0.9)
+    tx = ft.layerwise(
+        optax.GradientTransformation(sgd.init, lambda *given: Updated(*sgd.update(*given)))
+    )
+    stack = ft.Stacked(block(1, LAYERS))
+    got, want = (each.update(stack, each.init(stack), stack) for each in (tx, ft.layerwise(sgd)))
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(one, other)

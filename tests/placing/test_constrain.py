@@ -1,6 +1,8 @@
 """`ft.constrain`, beside what JAX does with literal specs."""
 
+import gc
 import re
+import weakref
 from contextlib import nullcontext
 from typing import Any
 
@@ -246,3 +248,45 @@ def test_axis_shards_of_what_is_no_axis() -> None:
             ft.axis_shards("vocab")
         with raises("invalid axes 3"):
             ft.axis_shards(3)  # pyright: ignore[reportArgumentType]
+
+
+# The cache of specs
+
+NAMED = ft.AxisRules({"batch": "data", "embed": None})
+
+
+class Unhashable:
+    def __call__(self, path: Any, leaf: Any) -> PartitionSpec:
+        return P()
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+def test_a_layout_that_cannot_be_hashed() -> None:
+    for layout in (NAMED | Unhashable(), ft.StateSharding({"w": Unhashable(), ...: NAMED})):
+        constrained = jax.jit(lambda x, layout=layout: ft.constrain(x, "batch embed", layout))
+        with jax.set_mesh(MESH):
+            assert_lies(constrained(jnp.ones((8, 4))), "data", None)
+
+
+def test_no_array_of_a_layout_is_kept() -> None:
+    def constrained() -> weakref.ref[Any]:
+        weight = np.ones(3)
+        layout = NAMED | (lambda path, leaf: P() if weight.ndim else P("data"))
+        with jax.set_mesh(MESH):
+            jax.jit(lambda x: ft.constrain(x, "batch embed", layout)).trace(jnp.ones((8, 4)))
+        return weakref.ref(weight)
+
+    kept = constrained()
+    jax.clear_caches()
+    gc.collect()
+    assert kept() is None
+
+
+def test_a_warning_comes_before_an_error() -> None:
+    rules = ft.AxisRules({"batch": "data", "embed_dim": None, ...: None})
+    for _ in range(2):
+        with jax.set_mesh(MESH), pytest.warns(ft.FunctreeWarning, match="embed_dim"):
+            with raises("(the root)   bf16[7, 4]", '"batch" has size 7'):
+                ft.constrain(jnp.ones((7, 4), jnp.bfloat16), "batch embed", rules)

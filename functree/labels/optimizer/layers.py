@@ -43,9 +43,9 @@ def single_layers(parameters: Leaves) -> TrainedModel:
     """Return abstract parameters with the shapes of single layers."""
     layers: dict[Path, Leaf | None] = {}
     for leaf in parameters.leaves:
-        weak = getattr(jax.typeof(leaf.value), "weak_type", False)
-        shape = leaf.shape[len(stack_sizes(leaf)) :]
-        value = jax.ShapeDtypeStruct(shape, leaf.value.dtype, weak_type=weak)
+        kind, shape = jax.typeof(leaf.value), leaf.shape[len(stack_sizes(leaf)) :]
+        weak = getattr(kind, "weak_type", False)
+        value = jax.ShapeDtypeStruct(shape, kind.dtype, weak_type=weak)
         layers[leaf.path] = leaf._replace(value=value, stacked=0)
     return TrainedModel(parameters.skeleton, layers)
 
@@ -107,9 +107,9 @@ def mapped_update(
     outputs |= {(1, *path): stack for path, stack in of_state.items()}
     update = optax.with_extra_args_support(tx).update
 
-    def run(given: tuple[Tree, Tree, Tree, Mapping[str, Tree]]) -> tuple[Tree, Tree]:
+    def run(given: tuple[Tree, Tree, Tree, Mapping[str, Tree]]) -> Tree:
         updates, state, params, extra = given
-        return update(updates, state, params, **extra)
+        return tuple(update(updates, state, params, **extra))  # possibly a named tuple
 
     return _mapped(run, (updates.tree, state, params.tree, extra), inputs, outputs)
 

@@ -191,7 +191,7 @@ def traced_update(
 
     def run(*arrays: Any) -> list[AnyArray]:
         updates, state, params, extra = skeleton.fill(arrays)
-        result = update(updates, state, params, **extra)
+        result = tuple(update(updates, state, params, **extra))  # possibly a named tuple
         new, values = Skeleton.apart(result)
         outputs[:] = _owned(new.learn(result).paths, parameters)
         return values

@@ -20,13 +20,21 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from functree.argument_checks import FUNCTION, TEXT, TEXTS, Flag, Size, Takes, checked
 from functree.calls.signature import RESULT, check_wrapped
 from functree.devices.constraint import with_constraint
-from functree.devices.meshes import entry, mesh_axes, mesh_view, named_axes, of_rank, without
+from functree.devices.meshes import (
+    entry,
+    local_view,
+    mesh_axes,
+    mesh_view,
+    named_axes,
+    of_rank,
+    without,
+)
 from functree.devices.varying import varying_axes, varying_over
 from functree.errors import FunctreeTypeError, Problem, ShardingError, did_you_mean
 from functree.labels.leaves import array_problem
 from functree.layout.decide import decide_parts
 from functree.layout.layout import as_partial, broadcast, own_meshes, read_for
-from functree.placing.constrain import ambient_rules, find_mesh, local_view
+from functree.placing.constrain import ambient_rules, find_mesh
 from functree.transforms.accumulate.call import Call, GradientFunction, Role, below, refuse
 from functree.transforms.compiled_once import compiled_once
 from functree.transforms.grad.grad import BACKWARD, laid_out_as
@@ -425,7 +433,7 @@ class Shards:
         sizes = {axis: size for axis, size in mesh.shape.items() if axis in over and size > 1}
         if not sizes:
             return None
-        view = local_view(mesh_view(mesh))
+        view = local_view(mesh)
         # Without Auto axes, the types contain the parameters' shardings.
         if AxisType.Auto in mesh.axis_types:
             rules = ambient_rules()

@@ -18,7 +18,7 @@ from functree.argument_checks import FUNCTION, POSITIONS, Flag, checked, shown
 from functree.calls.program import around
 from functree.calls.signature import inspected, wrapper_updates
 from functree.devices.constraint import lies_as, with_constraint
-from functree.devices.meshes import agreed_mesh, compiling, current_mesh, entry, mesh_axes, without
+from functree.devices.meshes import compiling, current_mesh, entry, local_view, mesh_axes, without
 from functree.devices.placement import check_deleted, explicit_mesh, first_mesh, is_sharded_as
 from functree.devices.varying import varying_axes
 from functree.errors import (
@@ -36,13 +36,7 @@ from functree.layout.decide import decide_parts
 from functree.layout.decision import Decision
 from functree.layout.fsdp import fsdp_axes
 from functree.layout.layout import Layout, LayoutTree, Part, as_partial, own_meshes, read_for
-from functree.placing.constrain import (
-    ambient_rules,
-    axes_of_name,
-    find_mesh,
-    local_view,
-    with_decision,
-)
+from functree.placing.constrain import ambient_rules, axes_of_name, find_mesh, with_decision
 from functree.tree.arrays import dtype_text, is_array
 
 BACKWARD = "transpose(jvp())"
@@ -153,7 +147,7 @@ class Parameters(NamedTuple):
         gradient are dropped.
         """
         meshes = own_meshes(self.parts)
-        view = local_view(agreed_mesh(mesh, meshes))
+        view = local_view(mesh, meshes)
         decided = decide_parts(self.leaves, self.parts, view)
         paths = {leaf.path for leaf in self.matched}
         problems = [
