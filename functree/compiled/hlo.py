@@ -67,13 +67,13 @@ def _bits(dtype: str) -> int:
 
 
 @lru_cache(maxsize=2048)  # the layers of a model have the same types
-def _arrays(text: str) -> list[ArrayType]:
+def _arrays(text: str) -> tuple[ArrayType, ...]:
     """Return the arrays in the text of a type."""
     arrays: list[ArrayType] = []
     for dtype, sizes in _ARRAY.findall(text):
         # A scalar, `f32[]`, has an empty string instead of sizes.
         arrays.append(ArrayType(dtype, tuple(map(int, filter(None, sizes.split(","))))))
-    return arrays
+    return tuple(arrays)
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -98,7 +98,7 @@ class Instruction:
     _operands: list[str] | None = field(default=None, init=False)
 
     @property
-    def arrays(self) -> list[ArrayType]:
+    def arrays(self) -> tuple[ArrayType, ...]:
         """The arrays of its result; nested tuples are flattened in order."""
         return _arrays(self.type)
 

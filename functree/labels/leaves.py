@@ -41,6 +41,7 @@ from functree.labels.annotations.hints import NOTHING, ArrayForm, Hint, field_hi
 from functree.tree.arrays import AnyArray, Tree, array_text, is_array, is_unheld_number, unheld
 from functree.tree.axes import Axes, Names
 from functree.tree.interfaces import Stack, StateMapping, TrainingState
+from functree.tree.nodes import walk
 from functree.tree.paths import Key, Keys, Path, first_beginning
 from functree.tree.skeleton.kinds import (
     ARRAY,
@@ -306,14 +307,13 @@ def read(
 def arrays_by_path(tree: Tree) -> dict[Path, AnyArray]:
     """Return the arrays of a tree by path, without their axes. Raise the same errors as `read`."""
     try:
-        skeleton, arrays = Skeleton.apart(tree)
-        paths = skeleton.learn(tree).paths
-    except (RecursionError, SystemError, TypeError, ValueError):
+        nodes = list(walk(tree, in_model=True))
+    except (RecursionError, TypeError, ValueError):
         read(tree)  # raises an error with the path of the node that JAX cannot flatten
         raise
-    if any(is_unheld_number(leaf) for _, leaf in skeleton.others):
+    if any(kind is STATIC and is_unheld_number(node) for _, node, kind in nodes):
         read(tree)  # raises an error with the paths of these leaves
-    return dict(zip(paths, arrays, strict=True))
+    return {Path(path): node for path, node, kind in nodes if kind is ARRAY}
 
 
 def tree_axes(tree: Tree, names: Mapping[type, Names] | None = None) -> Any:

@@ -583,7 +583,7 @@ def forgotten_text(what: str, forgotten: tuple[str, ...]) -> str:
 
 def activation_spec(
     layout: Layout, axes: Axes, value: AnyArray, mesh: Mesh | AbstractMesh
-) -> tuple[PartitionSpec, list[Problem], list[str]]:
+) -> tuple[PartitionSpec, list[Problem], Sequence[str]]:
     """Return the result of `array_spec`, which also warns if the activation's batch has no rule.
 
     The spec is cached, since a model constrains equal activations many times.
@@ -600,12 +600,12 @@ def activation_spec(
 @lru_cache(maxsize=4096)
 def _cached_spec(
     layout: Layout, axes: Axes, shape: tuple[int, ...], mesh: Mesh | AbstractMesh
-) -> tuple[PartitionSpec, bool, list[str]]:
+) -> tuple[PartitionSpec, bool, tuple[str, ...]]:
     """Return the spec of an activation, whether it has no problems, and the warnings."""
     # No layout uses an activation's dtype.
     leaf = activation(axes, jax.ShapeDtypeStruct(shape, np.float32))
     spec, problems, warnings = _activation_spec(layout, leaf, mesh)
-    return spec, not problems, warnings
+    return spec, not problems, tuple(warnings)
 
 
 def _activation_spec(

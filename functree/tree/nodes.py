@@ -70,12 +70,8 @@ def _by_key(path: Path, node: Tree) -> dict[Key, Tree]:
     return by_key
 
 
-def _nowhere(path: Keys, node: Tree) -> bool:
-    return False
-
-
 def walk(
-    tree: Tree, stops_at: Callable[[Keys, Tree], object] = _nowhere, *, in_model: bool = False
+    tree: Tree, stops_at: Callable[[Keys, Tree], object] | None = None, *, in_model: bool = False
 ) -> Iterator[tuple[Keys, Tree, Kind]]:
     """Yield the nodes and leaves of a tree with their paths and kinds, each before its children.
 
@@ -84,7 +80,7 @@ def walk(
     Args:
         tree: the tree.
         stops_at: a function of a node's path and the node. If its result is true, the node's kind
-            is `FOUND`, and nothing below the node is visited.
+            is `FOUND`, and nothing below the node is visited. None to visit all nodes.
         in_model: whether to yield the children of a state or a packed tree with their paths in the
             model (several keys), instead of their nodes' paths (one key).
 
@@ -97,7 +93,7 @@ def walk(
     waiting: list[tuple[Keys, Tree]] = [((), tree)]
     while waiting:
         path, node = waiting.pop()
-        kind = FOUND if stops_at(path, node) else kind_of(node)
+        kind = FOUND if stops_at is not None and stops_at(path, node) else kind_of(node)
         yield path, node, kind
         if kind in LEAVES:
             continue

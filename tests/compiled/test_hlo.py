@@ -69,10 +69,10 @@ def test_computations() -> None:
 READ: list[tuple[str, str, Any]] = [
     ("all-reduce.25", "opcode", "all-reduce"),
     ("all-reduce.25", "operands", ["get-tuple-element.1", "arg"]),
-    ("all-reduce.25", "arrays", [ArrayType("f32", (8, 32)), ArrayType("bf16", (4,))]),
+    ("all-reduce.25", "arrays", (ArrayType("f32", (8, 32)), ArrayType("bf16", (4,)))),
     ("all-reduce.25", "computations", ["add.clone"]),
-    ("start", "arrays", [ArrayType("f32", (2,)), ArrayType("f32", (16,))]),
-    ("arg", "arrays", [ArrayType("s32", ()), ArrayType("f32", (8,))]),
+    ("start", "arrays", (ArrayType("f32", (2,)), ArrayType("f32", (16,)))),
+    ("arg", "arrays", (ArrayType("s32", ()), ArrayType("f32", (8,)))),
     ("while.1", "computations", ["add.clone", "body.5_spmd"]),
     ("conditional", "computations", ["add.clone", "body.5_spmd"]),
     ("conditional", "operands", ["while.1", "start"]),

@@ -62,7 +62,8 @@ class TrainedModel(NamedTuple):
 
     def each(self, value: Callable[[Leaf], T]) -> tuple[T | None, ...]:
         """Return a value for each parameter, and None for the other arrays of the model."""
-        return tuple(None if leaf is None else value(leaf) for leaf in self.leaves.values())
+        # A list is faster than a generator, and each step outside `jit` runs this.
+        return tuple([None if leaf is None else value(leaf) for leaf in self.leaves.values()])
 
 
 def check_optimizer(tx: Any, methods: Sequence[str] = ("init",)) -> None:
@@ -407,7 +408,7 @@ def followed_by(
     tx: Optimizer, trained: TrainedModel, state: Sequence[Leaf]
 ) -> Sequence[FollowedLeaf]:
     """Return the parameters that the leaves of an existing state follow."""
-    leaves = tuple((leaf.path, leaf.shape, leaf.value.dtype) for leaf in state)
+    leaves = tuple([(leaf.path, leaf.value.shape, leaf.value.dtype) for leaf in state])
     return remembered(
         tx, ("follows", trained_type(trained), leaves), lambda: find_followed(tx, trained, state)
     )
@@ -421,7 +422,7 @@ def following(leaf: Leaf, follows: FollowedLeaf, parameters: Mapping[Path, Leaf]
     axes = parameters[follows.path].axes
     if not follows.has_all_of(len(axes)):
         # A dimension that only the leaf has is unnamed.
-        axes = Axes(*(None if dim is None else axes[dim] for dim in follows.dims))
+        axes = Axes(*[None if dim is None else axes[dim] for dim in follows.dims])
     # `stacked` and `misfit` come from the annotations of a copy of the model, which do not apply
     # here.
     return leaf._replace(

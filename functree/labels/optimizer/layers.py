@@ -43,7 +43,7 @@ def single_layers(parameters: Leaves) -> TrainedModel:
     """Return abstract parameters with the shapes of single layers."""
     layers: dict[Path, Leaf | None] = {}
     for leaf in parameters.leaves:
-        kind, shape = jax.typeof(leaf.value), leaf.shape[len(stack_sizes(leaf)) :]
+        kind, shape = jax.typeof(leaf.value), leaf.value.shape[len(stack_sizes(leaf)) :]
         weak = getattr(kind, "weak_type", False)
         value = jax.ShapeDtypeStruct(shape, kind.dtype, weak_type=weak)
         layers[leaf.path] = leaf._replace(value=value, stacked=0)

@@ -115,7 +115,7 @@ def accumulate(
         FunctreeError: (when called) if `fn` does not return the weight or carried values as aux.
         FunctreeError: (when called) if a carried value changes its type between micro-batches.
         ShardingError: (when called) if the mesh lacks a mesh axis in `over`.
-        ShardingError: (when called) if a mesh axis in `over` is already Manual.
+        ShardingError: (when called) if a mesh axis in `over` is already Manual, or named twice.
         ShardingError: (when called) if `over` is used, but the parameters' sharding is unknown.
         ShardingError: (when called) if a result that is not averaged differs between shards.
 
