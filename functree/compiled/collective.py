@@ -12,8 +12,13 @@ from functree.argument_checks import shown
 from functree.errors import FunctreeValueError, did_you_mean
 from functree.tree.paths import Path
 
-MOVES = ("itself", "gradient", "activation", "update")
-"""The values of `Collective.moves`."""
+MOVES = {
+    "itself": "the array itself",
+    "gradient": "its gradient",
+    "activation": "an activation",
+    "update": "a part of its update",
+}
+"""The values of `Collective.moves`, with their texts."""
 
 
 class Cause(NamedTuple):

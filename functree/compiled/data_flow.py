@@ -262,7 +262,8 @@ class DataFlow:
 
     def operands(self, one: Instruction) -> list[HloValue]:
         """Return an instruction's operands, traced back through tuples, fusions and copies."""
-        return [self._handed_on(self._value(name)) for name in one.operands]
+        instructions = self.hlo.instructions
+        return [self._handed_on(HloValue(instructions[name])) for name in one.operands]
 
     def concatenated(self, collective: Instruction) -> list[tuple[HloValue, int]]:
         """Return the values that the compiler joined for one collective, with their element counts.
@@ -373,6 +374,8 @@ class DataFlow:
         Return None if this value is computed, or if it may come from several values, as in a loop.
         """
         instruction, part = value
+        if instruction.opcode in COPIES:
+            return self._value(instruction.operands[0], part)
         match instruction.opcode:  # the most frequent first: walks call this for each value
             case "parameter":
                 callers = self.callers.get(instruction.computation, [])
@@ -400,8 +403,6 @@ class DataFlow:
             ):
                 # The start stands for the collective, so this is a part of its result.
                 return self._value(instruction.operands[0], part)
-        if instruction.opcode in COPIES:
-            return self._value(instruction.operands[0], part)
         return None
 
     def _value(self, name: str, part: tuple[int, ...] = ()) -> HloValue:

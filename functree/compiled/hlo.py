@@ -169,7 +169,7 @@ class Instruction:
 @cache
 def _entry(name: str) -> re.Pattern[str]:
     """Return the pattern of a metadata entry."""
-    return re.compile(rf'[\s{{]{name}=(?:"((?:[^"\\]|\\.)*+)"|([^\s}}]+))')
+    return re.compile(rf'[\s{{]{name}=(?:"((?:[^"\\]++|\\.)*+)"|([^\s}}]+))')
 
 
 def _end_of_value(text: str, start: int) -> int:

@@ -42,7 +42,7 @@ from functree.compiled.table import (
     moves_text,
     peak_notes,
     rows_of_parameters,
-    summary_text,
+    unattributed_text,
     warning_lines,
 )
 from functree.compiled.verdicts import Verdicts, data_of
@@ -65,7 +65,16 @@ from functree.report.page import (
     section_html,
     tree_html,
 )
-from functree.report.table import Bytes, bytes_text, common_parts, grouped, pattern_of
+from functree.report.table import (
+    INDENT,
+    Bytes,
+    bytes_text,
+    columns,
+    common_parts,
+    grouped,
+    lines_text,
+    pattern_of,
+)
 from functree.tree.paths import Path
 
 
@@ -135,7 +144,14 @@ class Ledger:
 
     def summary(self) -> str:
         """Return the totals by kind and mesh axes, and the memory, in a few lines."""
-        return summary_text(self.totals(), self.memory, self.attributed, _where(self), self.idle)
+        lines = [f"{_where(self)}: {bytes_text(total_of(self.collectives))} moved to each device"]
+        for (kind, axes), size in self.totals().items():
+            lines += columns((f"{INDENT}{kind}", axes_text(axes)), (24, 36), bytes_text(size))
+        if self.attributed < 1:
+            lines.append(f"{INDENT}{unattributed_text(self.attributed)}")
+        if self.idle:
+            lines.append(idle_text(self.idle))
+        return lines_text([*lines, memory_text(self.memory), *peak_notes(self.memory)])
 
     def __str__(self) -> str:
         notes = [*_notes(self), *warning_lines(self.warnings)]
@@ -165,7 +181,8 @@ class Ledger:
             rows.append(Change(Path(), "idle mesh axes", before or None, after or None))
         rows += moved_changes(self.collectives, other.collectives)
         rows += memory_changes(self.memory, other.memory)
-        return Diff(by_bytes(rows), (moved_total(self.collectives, other.collectives),))
+        moved = _moved_bytes(self.collectives), _moved_bytes(other.collectives)
+        return Diff(by_bytes(rows), (Change(Path(), "moved to each device", *moved),))
 
     def to_json(self) -> str:
         """Return the ledger as JSON."""
@@ -245,11 +262,6 @@ def moved_changes(before: Sequence[Collective], after: Sequence[Collective]) -> 
         _properties,
         lambda key, alike: (_what(key), _moved_bytes(alike)),
     )
-
-
-def moved_total(before: Sequence[Collective], after: Sequence[Collective]) -> Change:
-    """Compare the total bytes that two programs move to each device."""
-    return Change(Path(), "moved to each device", _moved_bytes(before), _moved_bytes(after))
 
 
 def _moved_bytes(collectives: Sequence[Collective]) -> Bytes:
@@ -566,9 +578,7 @@ class _Reader:
     def with_line(self, warning: str) -> str:
         """Add the source line to a compiler warning."""
         frame = re.search(r"stack_frame_id=(\d+)", warning)
-        if frame is None:
-            return warning
-        lines = self._sources.of_frame(int(frame[1]))
+        lines = frame and self._sources.of_frame(int(frame[1]))
         if lines is None:
             return warning
         return f"{warning} at {lines.source}"

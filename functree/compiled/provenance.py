@@ -195,18 +195,16 @@ class Provenance:
             outputs: the outputs that depend on the parameter's gradient.
         """
         # A model computes with its parameters, not with their moments and averages.
-        members = family & self._uses.in_model | self._in_modules(family)
-        members = members or family & self._uses.in_products
-        if not members:
-            # An accumulator: the gradient belongs to its parameter.
-            named = {self._named_like(member, self._uses.in_model) for member in family}
-            return named.pop() if len(named) == 1 else None
-        if len(members) == 1:
-            return min(members)
-        # A target network depends on the network that it follows, but not vice versa.
-        made = [self._uses.made_of(i) for i in outputs if self._replaced[i] in members]
-        common = members.intersection(*made)
-        return min(common) if len(common) == 1 else None
+        members: set[int | None] = {*(family & self._uses.in_model), *self._in_modules(family)}
+        if len(members) > 1:
+            # A target network depends on the network that it follows, but not vice versa.
+            made = [self._uses.made_of(i) for i in outputs if self._replaced[i] in members]
+            members = members.intersection(*made)
+        elif not members:
+            # A pruned or quantized weight, or an accumulator with the gradient of its parameter.
+            members = {*(family & self._uses.in_products)}
+            members = members or {self._named_like(i, self._uses.in_model) for i in family}
+        return members.pop() if len(members) == 1 else None
 
     def _in_modules(self, family: set[int]) -> set[int]:
         """Return the members of a family that are in modules that a model computes with.
@@ -493,6 +491,8 @@ def split(name: str) -> list[str]:
     ['jit(f)/transpose(jvp())/reduce_sum',
     'jit(f)/transpose(jvp())/while/dot_general']
     """
+    if ":" not in name:  # most names
+        return [name]
     opened: list[int] = []
     for i, letter in enumerate(name):
         if letter == "(":

@@ -1,4 +1,4 @@
-"""`ledger_text` and `summary_text` render a ledger as text.
+"""`ledger_text` renders a ledger as text.
 
 Collectives of identical layers, and of parameters of one module, share a row. Identical compiler
 warnings share a line.
@@ -6,10 +6,10 @@ warnings share a line.
 
 import math
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
-from functree.compiled.collective import Collective, Memory, total_of
+from functree.compiled.collective import MOVES, Collective, Memory, total_of
 from functree.compiled.sources import source_end
 from functree.errors import count
 from functree.report.table import (
@@ -58,12 +58,6 @@ class TableRow(NamedTuple):
 NO_PARAMETER = "no parameter"
 VERDICTS = {"asked": "asked for", "compiler": "the compiler's choice"}
 """The text of each verdict."""
-_MOVES = {
-    "itself": "the array itself",
-    "gradient": "its gradient",
-    "activation": "an activation",
-    "update": "a part of its update",
-}
 
 
 def table_rows(collectives: Sequence[Collective]) -> list[TableRow]:
@@ -201,7 +195,7 @@ def full_paths(one: Collective) -> list[Path]:
 
 def moves_text(one: Collective) -> str:
     """Describe the value that is moved for a parameter; empty if there is none."""
-    return _MOVES.get(one.moves or "", "")
+    return MOVES.get(one.moves or "", "")
 
 
 def axes_text(axes: tuple[str, ...] | None) -> str:
@@ -270,32 +264,6 @@ def ledger_text(collectives: Sequence[Collective], summary: str, notes: Sequence
         lines.append("")
     lines += [summary, *paragraphs(notes)]
     return lines_text(lines)
-
-
-def summary_text(
-    totals: Mapping[tuple[str, tuple[str, ...] | None], int],
-    memory: Memory,
-    attributed: float,
-    where: str,
-    idle: Sequence[str],
-) -> str:
-    """Render the totals and the memory, in a few lines.
-
-    Args:
-        totals: the moved bytes by kind and mesh axes.
-        memory: the memory.
-        attributed: the share of the moved bytes that is attributed to parameters.
-        where: the backend and the mesh.
-        idle: the mesh axes over which nothing is moved or sharded.
-    """
-    lines = [f"{where}: {bytes_text(sum(totals.values()))} moved to each device"]
-    for (kind, axes), size in totals.items():
-        lines += columns((f"{INDENT}{kind}", axes_text(axes)), (24, 36), bytes_text(size))
-    if attributed < 1:
-        lines.append(f"{INDENT}{unattributed_text(attributed)}")
-    if idle:
-        lines.append(idle_text(idle))
-    return lines_text([*lines, memory_text(memory), *peak_notes(memory)])
 
 
 def idle_text(idle: Sequence[str]) -> str:

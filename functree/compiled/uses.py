@@ -25,6 +25,7 @@ from functree.compiled.moved_arrays import MovedArray
 
 # The collectives that move elements without summing them.
 _GATHERS = frozenset({"all-gather", "all-to-all", "collective-permute", "ragged-all-to-all"})
+_MOVED = MOVES.union(opcode for opcode, kind in COLLECTIVES.items() if kind in _GATHERS)
 # Opcodes that combine elements at different indices, or have no operands. In all other operations,
 # an element of the result depends on the operands' elements at the same index, as in an optimizer's
 # update.
@@ -336,13 +337,15 @@ class ParameterUses:
 
     def _is_moved(self, instruction: Instruction) -> bool:
         """Return whether an instruction moves elements without computing."""
+        if instruction.opcode in _MOVED:
+            return True
         if instruction.opcode == "custom-call":
             return instruction.attribute("custom_call_target") in _MOVING_CALLS
         if instruction.opcode == "maximum":
             # On TPUs, arrays are concatenated this way: each is padded to the full shape with the
             # lowest value.
             return all(map(self._is_padded, self._flow.operands(instruction)))
-        return instruction.opcode in MOVES or COLLECTIVES.get(instruction.opcode) in _GATHERS
+        return False
 
     def _is_padded(self, value: HloValue) -> bool:
         origins = self._flow.origins(value, _changes_only_form)
@@ -405,6 +408,6 @@ def _is_filling(instruction: Instruction) -> bool:
 
 def _is_outside_of_gradients(instruction: Instruction) -> bool:
     """Return whether an instruction is neither differentiated nor a part of a gradient."""
-    if is_combined(instruction):
-        return True
-    return instruction.opcode != "parameter" and not instruction.is_differentiated
+    if instruction.is_differentiated:
+        return is_combined(instruction)
+    return instruction.opcode != "parameter"

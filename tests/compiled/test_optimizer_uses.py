@@ -218,3 +218,33 @@ def test_a_bias_that_no_gradient_depends_on() -> None:
     assert {(str(one.path), one.bytes) for one in found.collectives} == {
         ("first.w", 2048), ("first.b", 128), ("second.w", 2048), ("out.b", 64)
     }  # fmt: skip
+
+
+# What a loss is differentiated for, of parameters, their momentum and a mask or a scale of each.
+COMPUTED = {
+    "the weight": (lambda w, m, s: w, {"down", "up"}),
+    "a pruned weight": (lambda w, m, s: w * s, {"down", "up"}),
+    "a centered weight": (lambda w, m, s: w - w.mean(0, keepdims=True), {"down", "up"}),
+    "a rounded weight": (lambda w, m, s: jnp.round(w / s) * s, {"down", "up"}),
+    # A look ahead is as much the momentum's as the weight's.
+    "Nesterov's look ahead": (lambda w, m, s: w - 0.9 * m, set()),
+}
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_the_gradient_of_a_computed_weight(name: str) -> None:
+    """It is the weight's gradient, and no momentum's."""
+    compute, wanted = COMPUTED[name]
+
+    def step(w: Any, m: Any, s: Any, x: Any) -> Any:
+        grads = jax.grad(loss)(jax.tree.map(compute, w, m, s), x)
+        m = jax.tree.map(lambda a, b: 0.9 * a + b, m, grads)
+        return jax.tree.map(lambda a, b: a - 0.1 * b, w, m), m
+
+    specs = {"up": P(None, "model"), "down": P("model", None)}
+    arguments = (PARAMETERS, PARAMETERS, PARAMETERS, BATCH)
+    ledger = ft.ledger(step, *arguments, in_shardings=(*[specs] * 3, P("data")), mesh=MESH)
+    gradients = [one for one in ledger.collectives if one.phase == "backward"]
+    assert len(gradients) == 2
+    named = [(one.moves, *one.arguments, str(one.path)) for one in gradients if one.paths]
+    assert sorted(named) == sorted(("gradient", "w", name) for name in wanted)
