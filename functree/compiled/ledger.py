@@ -565,11 +565,7 @@ class _Reader:
 
     def _described(self, moved: MovedArray) -> tuple[str | None, str | None, str]:
         """Return the lines and the JAX name of the nearest instruction that has source lines."""
-        nearest = list(self._provenance.described(moved))
-        if moved.arrays > 1:
-            # A combined collective has its first array's line, but each moved value has its own.
-            nearest[:2] = reversed(nearest[:2])
-        for instruction in nearest:
+        for instruction in self._provenance.described(moved):
             lines = self._sources.of(instruction)
             if lines is not None:
                 return lines.source, lines.called_from, instruction.metadata("op_name") or ""

@@ -384,12 +384,6 @@ class Provenance:
         names = split(instruction.metadata("op_name") or "")
         if len(names) == moved.arrays and names != [""]:
             return self._phase_of(names[moved.index], moved)  # one name for each array
-        # Some compilers name only the first combined array, so the moved value's name is used.
-        if moved.arrays > 1:
-            source = self._flow.source(moved.operand).instruction
-            phase = _phase(source.metadata("op_name") or "")
-            if phase is not None:
-                return phase
         for described in self.described(moved):
             name = described.metadata("op_name")
             if name:
@@ -401,11 +395,14 @@ class Provenance:
     def described(self, moved: MovedArray) -> Iterator[Instruction]:
         """Yield the instructions that describe a collective, the nearest first.
 
-        Some compilers drop the metadata of collectives that they combine. In that case, the moved
-        value or the instruction that contains the collective has metadata.
+        A combined collective has its first array's metadata, so the moved value comes first. Some
+        compilers drop the metadata of collectives that they combine. In that case, the moved value
+        or the instruction that contains the collective has metadata.
         """
-        yield moved.instruction
-        yield self._flow.source(moved.operand).instruction
+        nearest = [moved.instruction, self._flow.source(moved.operand).instruction]
+        if moved.arrays > 1:
+            nearest.reverse()
+        yield from nearest
         computation = moved.instruction.computation
         while callers := self._flow.callers.get(computation):
             yield callers[0]
