@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from functree.compiled.data_flow import DataFlow, runs
-from functree.compiled.hlo import ArrayType, Hlo, Instruction
+from functree.compiled.hlo import ArrayType, Hlo, Instruction, numbers
 from functree.errors import count
 
 
@@ -84,10 +84,8 @@ def _each(hlo: Hlo) -> Iterator[tuple[Instruction, int | None]]:
 def _dot_flops(hlo: Hlo, dot: Instruction) -> int:
     left = hlo.instructions[dot.operands[0]].arrays[0]
     summed = 1
-    for dimension in (dot.attribute("lhs_contracting_dims") or "{}").strip("{}").split(","):
-        # An outer product has `{}`, which leaves an empty string.
-        if dimension:
-            summed *= left.shape[int(dimension)]
+    for dimension in numbers((dot.attribute("lhs_contracting_dims") or "").strip("{}")):
+        summed *= left.shape[dimension]
     return 2 * math.prod(dot.arrays[0].shape) * summed
 
 

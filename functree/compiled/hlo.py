@@ -71,9 +71,13 @@ def _arrays(text: str) -> tuple[ArrayType, ...]:
     """Return the arrays in the text of a type."""
     arrays: list[ArrayType] = []
     for dtype, sizes in _ARRAY.findall(text):
-        # A scalar, `f32[]`, has an empty string instead of sizes.
-        arrays.append(ArrayType(dtype, tuple(map(int, filter(None, sizes.split(","))))))
+        arrays.append(ArrayType(dtype, numbers(sizes)))
     return tuple(arrays)
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Return the numbers in a text such as `2,4`; empty for an empty text, as of a scalar."""
+    return tuple(map(int, filter(None, text.split(","))))
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from functree.compiled.data_flow import COLLECTIVES, KINDS, DataFlow, HloValue, is_in_pieces, runs
-from functree.compiled.hlo import ArrayType, Instruction
+from functree.compiled.hlo import ArrayType, Instruction, numbers
 
 # Collectives that JAX or a compiler flag can produce, but that the ledger does not understand.
 _OTHERS = ("collective-broadcast", "recv", "send")
@@ -167,7 +167,7 @@ def groups_of(text: str, devices: int) -> tuple[Group, ...] | None:
     if text == "{}":  # all devices
         return (tuple(range(devices)),)
     if re.fullmatch(r"\{(\{[\d,]*\},?)*\}", text):
-        return tuple(map(_numbers, _LIST.findall(text[1:-1])))
+        return tuple(map(numbers, _LIST.findall(text[1:-1])))
     iota = _IOTA.fullmatch(text)
     if iota is not None:
         ids = _iota(*iota.groups())
@@ -204,10 +204,6 @@ def mesh_axes_of(groups: Iterable[Group], sizes: Mapping[str, int]) -> tuple[str
     return tuple(name for name in sizes if name in varying)
 
 
-def _numbers(text: str) -> Group:
-    return tuple(int(number) for number in text.split(",") if number)
-
-
 def _rows(ids: np.ndarray) -> tuple[Group, ...]:
     return tuple(map(tuple, ids.tolist()))
 
@@ -218,10 +214,10 @@ def _iota(shape: str, order: str, transposed: str | None) -> np.ndarray:
     The numbers from 0 are put into the shape (2, 4), transposed with (1, 0), and reshaped to
     (4, 2).
     """
-    ids = np.arange(math.prod(_numbers(order))).reshape(_numbers(order))
+    ids = np.arange(math.prod(numbers(order))).reshape(numbers(order))
     if transposed is not None:
-        ids = ids.transpose(_numbers(transposed))
-    return ids.reshape(_numbers(shape))
+        ids = ids.transpose(numbers(transposed))
+    return ids.reshape(numbers(shape))
 
 
 def _of_mesh(

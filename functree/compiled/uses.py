@@ -218,14 +218,11 @@ class ParameterUses:
         differentiated.
         """
         instructions = self._flow.hlo.instructions
-        names: set[str] = set()
-        for instruction in self._flow.differentiated:
-            names.update(instruction.operands)
+        names = set[str]().union(*(one.operands for one in self._flow.differentiated))
         # Most operands are computed and need no walk.
-        moved = [instructions[name] for name in names]
         values = [
             HloValue(instruction)
-            for instruction in moved
+            for instruction in map(instructions.__getitem__, names)
             if instruction.opcode in PASSES_ON or self._is_moved(instruction)
         ]
         origins, _ = self._flow.history(values, self._is_moved)
@@ -319,14 +316,10 @@ class ParameterUses:
 
     def _only_parameters(self, origins: frozenset[HloValue]) -> frozenset[int]:
         """Return the parameters among these values, or an empty set if any value was computed."""
-        parameters: set[int] = set()
         for origin in origins:
-            instruction = origin.instruction
-            if instruction in self._parameters:
-                parameters.add(self._parameters[instruction])
-            elif not _is_filling(instruction):
+            if origin.instruction not in self._parameters and not _is_filling(origin.instruction):
                 return frozenset()
-        return frozenset(parameters)
+        return self._parameters_among(origins)
 
     def _parameters_among(self, origins: Iterable[HloValue]) -> frozenset[int]:
         """Return the parameters among these values."""
