@@ -146,12 +146,22 @@ memory; 2 the command failed; 130 the command was interrupted.
 """
 
 
+class _Once(argparse.Action):
+    """An option that can be given once. By default, argparse uses the last of several values."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
+        if hasattr(self, "given"):
+            parser.error(f"{option} is given twice: write it once")
+        self.given = namespace.__dict__[self.dest] = values
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser with one-line errors."""
 
     def __init__(self, **options: Any):
         form = partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=80)
         super().__init__(**options, allow_abbrev=False, formatter_class=form)
+        self.register("action", None, _Once)
 
     def error(self, message: str) -> NoReturn:
         sys.stderr.write(f"{self.prog}: error: {message} (see `{self.prog} --help`)\n")

@@ -197,6 +197,8 @@ WRONG: dict[str, str] = {
     f"ledger demo:call {RULES}": "a layout and --target need a mesh: add `--mesh data=8,model=4`",
     f"plan demo:tree --mesh data=2,model {RULES}": "argument --mesh: 'data=2,model': write `name=size` pairs with different names, such as",
     f"plan demo:tree --mesh data=2,data=2 {RULES}": "argument --mesh: 'data=2,data=2': write `name=size` pairs with different names",
+    f"why demo:call {LAID} {MESH}": "--mesh is given twice: write it once",
+    f"explore demo:call {LAID} {RULES}": "--rules is given twice: write it once",
     # Layouts
     f"plan demo:tree {MESH}": "give a layout: `--layout module:name`, or `--rules",
     f"explore demo:call {MESH}": "give a layout: `--layout module:name`",
