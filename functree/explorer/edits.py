@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -33,7 +34,7 @@ from functree.devices.meshes import (
 from functree.devices.placement import first_mesh, is_sharded_as
 from functree.errors import FunctreeError, FunctreeWarning
 from functree.labels.leaves import read
-from functree.layout.layout import as_layout, is_layout, walk
+from functree.layout.layout import LayoutTree, as_layout, is_layout, walk
 from functree.layout.rules import AxisRules, with_rule
 from functree.layout.state_sharding import with_tables
 from functree.report.table import common_path, pattern_of
@@ -359,7 +360,7 @@ class Edits:
         return None
 
     def _of_rules(self, is_blamed: bool) -> Iterator[Edit]:
-        """Yield edits that change a rule in the function's tables."""
+        """Yield edits that change a rule in the function's tables, or pass the rules at all."""
         fn = self._call.fn
         if not isinstance(fn, Jit):
             return
@@ -367,17 +368,24 @@ class Edits:
         if mesh is not None:
             fn = fn.changed(mesh=mesh)
         given = self._for_rules(fn)
+
+        def edit(text: str, place: str, options: Mapping[str, Any]) -> Edit:
+            return Edit(text, None, place, partial(self._lower, fn, given, options), is_blamed)
+
         tables: dict[AxisRules, None] = {}
-        for layout in tree_leaves(fn.layouts, is_leaf=is_layout):
-            tables |= {one: None for one in walk(as_layout(layout)) if isinstance(one, AxisRules)}
+        for layout in map(as_layout, tree_leaves(fn.layouts, is_leaf=is_layout)):
+            # Without `rules=`, a model's layers do not constrain activations.
+            if layout.rules is not None and not tables and fn.layouts["rules"] is None:
+                yield edit("also pass the layout as `rules=`", "rules=", {"rules": layout})
+            tables |= {one: None for one in walk(layout) if isinstance(one, AxisRules)}
         for table in tables:
             known = dict(reversed(table.pairs))
             for axis in dict.fromkeys([*table.mentioned, *self._axes()]):
                 old = known.get(axis)
                 for new in [None, *sorted(self._used)]:
                     if new != old:
-                        edit = self._of_rule(fn, given, table, axis, old, new)
-                        yield edit._replace(is_blamed=is_blamed)
+                        text = f"change the rule for `{axis}` from {old!r} to {new!r}"
+                        yield edit(text, f"rule {axis}", _with_rule(fn.layouts, table, axis, new))
 
     def _for_rules(self, fn: Jit[..., Tree]) -> tuple[Sequence[Tree], Mapping[str, Tree]]:
         """Return the arguments without the shardings that the function's own rules give them.
@@ -399,38 +407,39 @@ class Edits:
                 return args, kwargs
         return self._args, self._kwargs
 
-    def _of_rule(
+    def _lower(
         self,
         fn: Jit[..., Tree],
         given: tuple[Sequence[Tree], Mapping[str, Tree]],
-        table: AxisRules,
-        axis: str,
-        old: Any,
-        new: str | None,
-    ) -> Edit:
-        def changed(rules: AxisRules) -> AxisRules:
-            return with_rule(rules, axis, new) if rules == table else rules
-
-        def relaid(layout: Any) -> Any:
-            return layout and with_tables(as_layout(layout), changed)
-
-        def lower() -> Lowered:
-            options = tree_map(relaid, fn.layouts, is_leaf=is_layout)
-            args, kwargs = given
-            traced = fn.changed(**options).trace(*args, **kwargs)
-            _, arrays = traced.of_arrays()
-            for i in self._data:
-                if not _lies_as(arrays[i], self._call.arrays[i]):
-                    raise FunctreeError("the layout of data must not change")
-            return traced.lower().jax
-
-        text = f"change the rule for `{axis}` from {old!r} to {new!r}"
-        return Edit(text, None, f"rule {axis}", lower)
+        options: Mapping[str, Any],
+    ) -> Lowered:
+        """Lower the call with other options of the function."""
+        args, kwargs = given
+        traced = fn.changed(**options).trace(*args, **kwargs)
+        _, arrays = traced.of_arrays()
+        for i in self._data:
+            if not _lies_as(arrays[i], self._call.arrays[i]):
+                raise FunctreeError("the layout of data must not change")
+        return traced.lower().jax
 
     def _axes(self) -> Iterator[str]:
         """Yield the axis names of all arguments."""
         for leaf in read((*self._args, *self._kwargs.values()), None).leaves:
             yield from filter(None, leaf.axes)
+
+
+def _with_rule(
+    layouts: Mapping[str, LayoutTree], table: AxisRules, axis: str, new: str | None
+) -> Mapping[str, LayoutTree]:
+    """Change a rule in each layout that contains a table."""
+
+    def changed(rules: AxisRules) -> AxisRules:
+        return with_rule(rules, axis, new) if rules == table else rules
+
+    def relaid(layout: Any) -> Any:
+        return layout and with_tables(as_layout(layout), changed)
+
+    return tree_map(relaid, layouts, is_leaf=is_layout)
 
 
 def _lies_as(array: Any, other: Any) -> bool:

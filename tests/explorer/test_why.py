@@ -478,6 +478,30 @@ def test_of_placed_arrays_without_names_nothing_is_warned():
     assert why(step, *given).tried > 0  # a warning would be an error
 
 
+def test_forgotten_rules() -> None:
+    """Without `rules=`, no layer constrains an activation, and the batch is gathered."""
+    layout = ft.AxisRules({"batch": "data", ...: None}) | ft.FSDP("data", min_size=0)
+
+    def make(key: Any) -> Any:
+        return ft.nn.Embedding(256, 64, key=key), ft.nn.MLP(64, 256, key=key)
+
+    def loss(model: Any, tokens: Any) -> Any:
+        embed, mlp = model
+        return jnp.mean(mlp(embed(tokens)) ** 2)
+
+    laid = partial(
+        ft.jit, ft.grad(loss), in_shardings=(layout, P("data")), out_shardings=layout, mesh=MESH
+    )
+    arguments = ft.abstract(make)(jax.random.key(0)), ShapeDtypeStruct((64, 64), "int32")
+    fix = why(laid(), *arguments, compilations=2).fixes[0]
+    assert fix.change == "also pass the layout as `rules=`"
+    passed = ft.ledger(laid(rules=layout), *arguments)
+    moved = sum(row.total for row in passed.collectives)
+    assert fix.moved[1] == moved < 0.6 * fix.moved[0]
+    assert fix.peak[1] == passed.memory.peak
+    assert "rules=" not in str(why(laid(rules=layout), *arguments, compilations=1))
+
+
 def words(answer: ft.Why) -> str:
     return " ".join(str(answer).split())
 
