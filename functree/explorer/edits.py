@@ -242,18 +242,24 @@ class Edits:
 
     def __iter__(self) -> Iterator[Edit]:
         blamed, others = dict[str, None](), dict[str, None]()
-        for collective in sorted(
-            self._ledger.collectives, key=lambda collective: -collective.total
-        ):
+        for collective in sorted(self._ledger.collectives, key=lambda one: -one.total):
             if collective.cause is not None:
                 is_blamed = collective.verdict == COMPILER or collective.cause.op == CONSTRAINT
                 (others, blamed)[is_blamed].update(dict.fromkeys(collective.cause.origins))
         if self._variant is not None:
             # A result that is sharded differently from the parameter that it replaces is tried even
-            # if it is not an origin.
+            # if it is not an origin. Results without layouts are tried together.
+            outputs = list(self._variant.outputs)
             for i, path in enumerate(self._call.results):
-                if self._replaced(i, self._variant) is not None:
+                replaced = self._replaced(i, self._variant)
+                if replaced is not None and outputs[i] is not None:
                     others[result_name(path)] = None
+                elif replaced is not None:
+                    _, outputs[i] = replaced
+            if outputs != list(self._variant.outputs):
+                text = "pass the layouts of the replaced arguments as `out_shardings=`"
+                changed = replace(self._variant, outputs=tuple(outputs))
+                yield Edit(text, None, "out_shardings=", changed.lower)
             # Layers share edits.
             known = set[tuple[str, str | None]]()
             for origin in dict.fromkeys([*blamed, *others]):

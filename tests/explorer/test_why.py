@@ -386,8 +386,25 @@ def test_layers_share_edits():
 
     one = call(jax.grad(deep), (W, W), X, in_shardings=((TENSOR, TENSOR), P("data")), mesh=MESH)
     edits = list(Edits(one, ((W, W), X), {}, one.layouts(), one.compiled()[0]))
-    assert {edit.place for edit in edits} == {"w.{0-1}.up", "w.{0-1}.down"}
+    assert {edit.place for edit in edits} == {"w.{0-1}.up", "w.{0-1}.down", "out_shardings="}
     assert len(edits) == len({edit.change for edit in edits})
+
+
+def test_results_without_layouts() -> None:
+    """They are laid out like the arguments that they replace, and no result with a layout is."""
+    fn, arguments, specs = jax.grad(loss), (W, X), SPECS
+    one = call(fn, *arguments, in_shardings=specs, mesh=MESH)
+    edits = Edits(one, arguments, {}, one.layouts(), one.compiled()[0])
+    [edit] = [edit for edit in edits if edit.place == "out_shardings="]
+    assert edit.change == "pass the layouts of the replaced arguments as `out_shardings=`"
+    compiled = edit.lower().compile()
+    expected = call(fn, *arguments, in_shardings=specs, out_shardings=specs[0], mesh=MESH)
+    assert figures(*expected.compiled()) == figures(
+        ledger_of(compiled, one.name, one.parameters, one.results, None, None, of_program=False),
+        compiled.as_text() or "",
+    )
+    edits = Edits(expected, arguments, {}, expected.layouts(), expected.compiled()[0])
+    assert "out_shardings=" not in {edit.place for edit in edits}
 
 
 def test_a_batch_with_as_many_arrays_as_the_model_is_data():
