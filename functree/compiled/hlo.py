@@ -76,7 +76,7 @@ def _arrays(text: str) -> tuple[ArrayType, ...]:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Return the numbers in a text such as `2,4`; empty for an empty text, as of a scalar."""
+    """Return the numbers in a text such as `2,4`; empty for the empty text of a scalar."""
     return tuple(map(int, filter(None, text.split(","))))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
@@ -37,7 +37,7 @@ from functree.labels.leaves import read
 from functree.layout.layout import LayoutTree, as_layout, is_layout, walk
 from functree.layout.rules import AxisRules, with_rule
 from functree.layout.state_sharding import with_tables
-from functree.report.table import common_path, pattern_of
+from functree.report.table import common_path, grouped, pattern_of
 from functree.transforms.jit.jitted import Jit
 from functree.transforms.ledger import LoweredCall
 from functree.tree.arrays import AnyArray, Tree, abstract
@@ -104,13 +104,13 @@ class Variant:
         with around(self.mesh):
             return jitted.lower(*self.inputs)
 
-    def constraints(self) -> Iterator[str]:
-        """Yield each source line that contains a constraint, without repeats."""
-        yield from dict.fromkeys(filter(None, map(_line, all_equations(self.program))))
+    def constraints(self) -> Iterator["Constraint"]:
+        """Yield the constraints, without repeats."""
+        yield from dict.fromkeys(filter(None, map(_constraint, all_equations(self.program))))
 
-    def without_constraint(self, line: str) -> "Variant":
-        """Return the program without the constraints on a source line."""
-        return replace(self, program=_Without(line).program(self.program))
+    def without_constraint(self, constraint: "Constraint") -> "Variant":
+        """Return the program without a constraint, wherever the line is called."""
+        return replace(self, program=_Without(constraint).program(self.program))
 
     def with_sharding(
         self,
@@ -133,20 +133,35 @@ def _named(sharding: object) -> NamedSharding | None:
     return sharding if isinstance(sharding, NamedSharding) else None
 
 
-def _line(equation: JaxprEqn) -> str | None:
-    """Return a constraint's line, as in a ledger; None for other operations."""
+class Constraint(NamedTuple):
+    """A constraint in a traced program.
+
+    Attributes:
+        line: its source line, as in a ledger.
+        spec: its spec. A line may contain several constraints, or be a helper with several callers.
+    """
+
+    line: str
+    spec: PartitionSpec
+
+
+def _constraint(equation: JaxprEqn) -> Constraint | None:
+    """Return a constraint; None for other operations."""
     if equation.primitive.name != "sharding_constraint" or equation.source_info.traceback is None:
         return None
     frames = equation.source_info.traceback.frames
     lines = lines_of((frame.file_name, frame.line_num) for frame in frames)
-    return None if lines is None else lines.source
+    sharding, aval = _named(equation.params["sharding"]), cast(Any, equation.outvars[0].aval)
+    if lines is None or sharding is None:
+        return None
+    return Constraint(lines.source, of_rank(sharding.spec, aval.ndim))
 
 
 class _Without:
-    """A transformation that removes the constraints on a source line from programs."""
+    """A transformation that removes a constraint from programs."""
 
-    def __init__(self, line: str):
-        self._line = line
+    def __init__(self, constraint: Constraint):
+        self._constraint = constraint
         # The program of a function that is called several times must stay one object.
         self._known: dict[int, Any] = {}
 
@@ -169,7 +184,7 @@ class _Without:
         equations: list[JaxprEqn] = []
         for equation in jaxpr.eqns:
             operands = seen(equation.invars)
-            if _line(equation) == self._line:
+            if _constraint(equation) == self._constraint:
                 same[equation.outvars[0]] = operands[0]
                 continue
             params = tree_map(self._inner, equation.params)
@@ -227,12 +242,8 @@ class Edits:
         self._variant = Variant.of(call.of_arrays, call.arrays, call.mesh)
         self._data = [i for i, path in enumerate(call.parameters) if str(path[0]) in ledger.data]
         # Constraints on Explicit axes are types, not operations in the trace.
-        there = set[str]() if self._variant is None else set(self._variant.constraints())
-        self._constraints = {
-            row.source: row.expression
-            for row in layouts
-            if row.op == CONSTRAINT and row.source in there
-        }
+        self._constraints = [] if self._variant is None else list(self._variant.constraints())
+        self._rows = [row for row in layouts if row.op == CONSTRAINT]
         # The mesh axes that shard an argument. The compiler may use a part of a mesh axis, which
         # has another name.
         self._used = set[str]()
@@ -251,11 +262,11 @@ class Edits:
             # if it is not an origin. Results without layouts are tried together.
             outputs = list(self._variant.outputs)
             for i, path in enumerate(self._call.results):
-                replaced = self._replaced(i, self._variant)
-                if replaced is not None and outputs[i] is not None:
+                replaced = list(self._replaced(i, self._variant))
+                if replaced and outputs[i] is not None:
                     others[result_name(path)] = None
-                elif replaced is not None:
-                    _, outputs[i] = replaced
+                elif len(replaced) == 1:
+                    [outputs[i]] = replaced
             if outputs != list(self._variant.outputs):
                 text = "pass the layouts of the replaced arguments as `out_shardings=`"
                 changed = replace(self._variant, outputs=tuple(outputs))
@@ -271,10 +282,15 @@ class Edits:
             yield from self._of_rules(bool(blamed))
 
     def _of_origin(self, origin: str, variant: Variant) -> Iterator[Edit]:
-        if origin in self._constraints:
-            expression = self._constraints[origin]  # empty for code without a file
+        on_line = [constraint for constraint in self._constraints if constraint.line == origin]
+        for constraint in on_line:
+            known = {row.spec: row.expression for row in self._rows if row.source == origin}
+            # Code without a file has an empty expression.
+            expression = known.get(constraint.spec) or next(iter(known.values()), "")
             change = f"remove `{expression}`" if expression else "remove the constraint"
-            changed = variant.without_constraint(origin)
+            if len(on_line) > 1:
+                change += f" where it is {spec_text(constraint.spec)}"
+            changed = variant.without_constraint(constraint)
             yield Edit(change, origin, origin, changed.lower)
         for i, path in enumerate(self._call.parameters):
             if str(path) == origin and i not in self._data:
@@ -298,7 +314,8 @@ class Edits:
             for j, other in enumerate(variant.inputs)
             if (other.shape, other.sharding) == like and j not in self._data
         ]
-        alike = [j for j in same if pattern_of(paths[j]) == pattern_of(paths[i])]
+        # Another model with the same paths is changed too, since a result may replace either.
+        alike = [j for j in same if _pattern_inside(paths[j]) == _pattern_inside(paths[i])]
         tails = {_inside(paths[j]) for j in alike}
         inputs = [j for j in same if _ends_with(paths[j], tails)]
         outputs = [
@@ -306,7 +323,8 @@ class Edits:
             for j, output in enumerate(variant.outputs)
             if output == sharding and _ends_with(self._call.results[j], tails)
         ]
-        what = common_path([paths[j] for j in alike])
+        groups = grouped([paths[j] for j in alike], pattern_of)
+        what = "` and `".join(map(common_path, groups))
         old = of_rank(sharding.spec, len(array.shape))
         for spec in self._specs(old, array.shape, sharding):
             new = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
@@ -338,7 +356,9 @@ class Edits:
     def _of_result(self, i: int, variant: Variant) -> Iterator[Edit]:
         """Yield edits that shard a result like the replaced parameter, or remove its own layout."""
         result, old = self._call.results[i], variant.outputs[i]
-        if old is None:
+        replaced = self._replaced(i, variant)
+        # The state of a loop keeps its layout.
+        if old is None or old in replaced:
             return
         alike = [
             j
@@ -346,9 +366,7 @@ class Edits:
             if pattern_of(path) == pattern_of(result) and variant.outputs[j] == old
         ]
         what = common_path([Path(("result", *self._call.results[j])) for j in alike])
-        replaced = self._replaced(i, variant)
-        if replaced is not None:
-            path, sharding = replaced
+        for sharding, path in replaced.items():
             changed = variant.with_sharding(sharding, outputs=alike)
             text = f"shard `{what}` with {spec_text(sharding.spec)}, like `{path}`"
             yield Edit(text, None, what, changed.lower)
@@ -356,14 +374,15 @@ class Edits:
         text = f"remove the layout {spec_text(old.spec)} of `{what}`"
         yield Edit(text, None, what, changed.lower)
 
-    def _replaced(self, i: int, variant: Variant) -> tuple[Path, NamedSharding] | None:
-        """Return the replaced parameter and its sharding, if the result is sharded differently."""
+    def _replaced(self, i: int, variant: Variant) -> dict[NamedSharding, Path]:
+        """Return the parameters that a result may replace, by their different shardings."""
+        replaced: dict[NamedSharding, Path] = {}
         for path, parameter in zip(self._call.parameters, variant.inputs, strict=True):
             sharding = parameter.sharding
-            replaces = _ends_with(self._call.results[i], {_inside(path)})
-            if replaces and isinstance(sharding, NamedSharding):
-                return None if sharding == variant.outputs[i] else (path, sharding)
-        return None
+            if _ends_with(self._call.results[i], {_inside(path)}):
+                if isinstance(sharding, NamedSharding):
+                    replaced.setdefault(sharding, path)
+        return replaced
 
     def _of_rules(self, is_blamed: bool) -> Iterator[Edit]:
         """Yield edits that change a rule in the function's tables, or pass the rules at all."""
@@ -459,6 +478,11 @@ def _inside(path: Path) -> tuple[Any, ...]:
     """Return a path relative to its argument or, in a training state, relative to the model."""
     inner = tuple(path[1:])
     return inner[1:] if inner[:1] == ("model",) else inner
+
+
+def _pattern_inside(path: Path) -> tuple[object, ...]:
+    """Return the pattern of a path inside its argument; the path of an argument without parts."""
+    return pattern_of(Path(_inside(path)) or path)
 
 
 def _ends_with(path: Path, tails: set[tuple[Any, ...]]) -> bool:
