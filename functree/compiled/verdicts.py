@@ -268,7 +268,7 @@ class Verdicts:
     def _relayed_by(self, row: LaidOut) -> set[str]:
         """Return the mesh axes that shard a dimension of an operand, but not of the result."""
         relayed: set[str] = set()
-        turns = row.op in _TURNS
+        turns = row.op in (*_TURNS, "broadcast_in_dim")
         for k, operand in enumerate([self._rows[j] for j in row.operands]):
             relayed |= named_axes(operand.spec) - named_axes(row.spec)
             is_image = k == 0 and row.op == "convolution" and _keeps_dimensions(operand, row)
@@ -293,16 +293,18 @@ class Verdicts:
         return all(operand_axes) or any(used - named_axes(row.spec) for used in operand_axes)
 
     def _cause(self, index: int, axes: set[str], reason: str) -> Cause:
-        row = self._rows[index]
-        operands = [self._rows[i] for i in row.operands if self._rows[i].shape]
-        earlier, hint = list[LaidOut](), ""
+        before, hint = index, ""
         if not reason:
-            earlier, hint = self._relaid_before(index, axes), self._hint(row, operands)
+            before, hint = self._relaid_before(index, axes), self._hint(index)
+        others = [*self._operands(index), self._rows[index], *self._operands(before)]
         # An operation with a hint loses its sharding anyway.
+        if not hint:
+            index = before
+        operands, row = self._operands(index), self._rows[index]
         if not reason and not hint:
             row = self._constraint_after(index, axes)
         origins = dict[str, None]()
-        for other in (*operands, row, *earlier):
+        for other in (*others, self._rows[before], row):
             origins |= dict.fromkeys(other.origins.values())
         if row.op == CONSTRAINT and row.source is not None:
             origins[row.source] = None
@@ -312,6 +314,10 @@ class Verdicts:
         return Cause(
             row.op, row.source, row.expression, before, after, tuple(origins), reason, hint
         )
+
+    def _operands(self, i: int) -> list[LaidOut]:
+        """Return the operands of an operation, without scalars."""
+        return [self._rows[j] for j in self._rows[i].operands if self._rows[j].shape]
 
     def _constraint_after(self, i: int, axes: set[str]) -> LaidOut:
         """Return the constraint that determines which dimension of a result mesh axes shard.
@@ -331,8 +337,8 @@ class Verdicts:
                     return later
         return row
 
-    def _relaid_before(self, i: int, axes: set[str]) -> list[LaidOut]:
-        """Return the operands and the result of the nearest operation that relays mesh axes.
+    def _relaid_before(self, i: int, axes: set[str]) -> int:
+        """Return the nearest operation that relays mesh axes, or the operation itself.
 
         A disagreement between two layouts may be settled before the operation that combines the
         arrays. The compiler may still move the other array instead.
@@ -343,8 +349,8 @@ class Verdicts:
 
         for j in self._near(i, operands):
             if operands(j) and self._relays(j, axes):
-                return [self._rows[k] for k in (*operands(j), j)]
-        return []
+                return j
+        return i
 
     def _near(self, i: int, neighbors: Callable[[int], Sequence[int]]) -> Iterator[int]:
         """Yield a row and the rows near it, by distance."""
@@ -353,8 +359,9 @@ class Verdicts:
             yield from level
             level = list(dict.fromkeys(chain(*map(neighbors, level))))
 
-    def _hint(self, row: LaidOut, operands: Sequence[LaidOut]) -> str:
+    def _hint(self, i: int) -> str:
         """Return advice for an operation that always loses its sharding; empty if there is none."""
+        row, operands = self._rows[i], self._operands(i)
         if row.op == "reshape" and operands:
             kept = set(zip(row.shape, row.spec.partitions, strict=True))
             for before in zip(operands[0].shape, operands[0].spec.partitions, strict=True):
