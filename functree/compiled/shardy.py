@@ -404,8 +404,12 @@ class _Reader:
                 for other in rows:
                     if axis in origins[other] or axis not in dimensions[other]:
                         continue
-                    moved = dimensions[i][axis] != dimensions[other][axis]
-                    if moved and not self._moves_dimensions(rows, i, other):
+                    here, there = dimensions[i][axis], dimensions[other][axis]
+                    if here != there and not self._moves_dimensions(rows, i, other):
+                        continue
+                    # A product's dimensions are told apart by their sizes.
+                    different = self._rows[i].shape[here] != self._rows[other].shape[there]
+                    if different and self._rows[rows[0]].op == "dot_general":
                         continue
                     needed, late = self._step(rows[0], i, other)
                     if needed <= phase:

@@ -31,8 +31,6 @@ _WRITTEN = frozenset({
 })  # fmt: skip
 _PRODUCTS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general"})
 _SUMS = ("all-reduce", "reduce-scatter")
-# These collectives keep the size of an array.
-_SAME_SIZE = ("all-to-all", "collective-permute")
 # StableHLO's operations that sum over a dimension.
 _SUMMING = ("convolution", "dot_general", "reduce")
 # Prefixes of operations that sum over a dimension, or index it.
@@ -190,17 +188,19 @@ class Verdicts:
         """
 
         def fit(i: int) -> tuple[bool, ...]:
-            sizes: list[int] = []
-            if collective.kind in _SAME_SIZE:
-                sizes = [self._rows[j].bytes_of(self._sizes) for j in self._rows[i].operands]
-            has_operands = bool(self._rows[i].operands)
-            return self._relays(i, axes), collective.bytes in sizes, has_operands
+            row, moved = self._rows[i], [self._rows[i]]
+            if collective.kind not in _SUMS:
+                moved += [self._rows[j] for j in row.operands]
+            found = {array.bytes_of(sizes) for array in moved for sizes in (self._sizes, whole)}
+            return collective.bytes in found, self._relays(i, axes), bool(row.operands)
 
+        # The array may be sharded over these mesh axes only before it is moved, or afterwards.
+        whole = {axis: size for axis, size in self._sizes.items() if axis not in axes}
         key = collective.source, name, frozenset(axes), collective.kind, collective.bytes
         if key not in self._ranked:
             places = self._places(collective, name)
             if collective.kind not in _SUMS:
-                places = [i for i in places if self._relays(i, axes)] or places
+                places = [i for i in places if any(fit(i)[:2])] or places
             self._ranked[key] = sorted(places, key=fit, reverse=True)
         return self._ranked[key]
 
