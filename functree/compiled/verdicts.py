@@ -74,7 +74,9 @@ class Verdicts:
 
     def __init__(self, layouts: Layouts, data: Collection[int]):
         self._rows, self._sizes, self._data = layouts.rows, layouts.sizes, data
-        self._batch = set[str]().union(*(named_axes(self._rows[i].spec) for i in data))
+        # The batch is the first sharded dimension of data. Later ones are sequences or heads.
+        sharded = (filter(None, self._rows[i].spec.partitions) for i in data)
+        self._batch = set[str]().union(*(mesh_axes(next(axes, None)) for axes in sharded))
         self._results = [i for i, row in enumerate(self._rows) if row.op == RESULT]
         self._by_source = defaultdict[str | None, list[int]](list)
         self._by_name = defaultdict[str, list[int]](list)
