@@ -181,3 +181,68 @@ def test_an_operation_with_a_hint_is_the_cause_before_a_constraint():
     causes = [row.cause for row in rows if row.cause is not None]
     assert [cause.op for cause in causes] == ["concatenate"] * len(rows)
     assert all("concatenates along a sharded dimension" in cause.hint for cause in causes)
+
+
+def logits(up: Array, down: Array, head: Array, x: Array) -> Array:
+    return (jax.nn.relu(x @ up) @ down) @ head
+
+
+def looked_up(table: Array, ids: Array, x: Array) -> Array:
+    return jax.nn.relu(table[ids.astype(int)] + x)
+
+
+def two_layers(up: Array, down: Array, up2: Array, down2: Array, x: Array) -> Array:
+    h = jax.nn.gelu(x @ up) @ down
+    return jax.nn.gelu(h @ up2) @ down2
+
+
+COLUMN, ROW = P(None, "model"), P("model", None)
+# A program, the specs of its arguments and its result, and its shapes; what moves most over a mesh axis,
+# and its cause.
+FITTING: dict[str, tuple[Any, ...]] = {
+    "the product that makes as many bytes, of several on a line": (
+        logits, (COLUMN, ROW, COLUMN, P("data")), P(),
+        ((64, 256), (256, 64), (64, 1024), (64, 64)), "model", "all-gather", {"head"}, "f32[64",
+    ),
+    "the indices that are relaid where they become a column": (
+        looked_up, (ROW, P(None, "data"), P("data")), P("data"),
+        ((1024, 64), (16, 32), (16, 32, 64)), "data", "all-to-all", {"ids"}, "f32[16/data, 32, 64]",
+    ),
+    "the layer whose weight is laid out wrongly": (
+        two_layers, (COLUMN, COLUMN, COLUMN, ROW, P("data")), P(),
+        ((64, 256), (256, 64), (64, 256), (256, 64), (128, 64)), "model", "all-gather",
+        {"up", "down"}, "f32[128/data, 64/model] (data by x, model by down)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FITTING)
+def test_the_cause_fits_what_is_moved(case: str) -> None:
+    function, specs, result, shapes, axis, kind, origins, after = FITTING[case]
+    arrays = [ShapeDtypeStruct(shape, "float32") for shape in shapes]
+    mesh = ft.make_mesh(data=2, model=4)
+    ledger = ft.ledger(function, *arrays, in_shardings=specs, out_shardings=result, mesh=mesh)
+    rows = [one for one in ledger.collectives if (one.kind, one.mesh_axes) == (kind, (axis,))]
+    cause = max(rows, key=lambda one: one.total).cause
+    assert cause is not None
+    assert cause.after.startswith(after), cause
+    assert origins <= set(cause.origins), cause
+
+
+def decode(w: dict[str, Array], cache: Array, x: Array) -> Array:
+    scores = jnp.einsum("btd,dhe,bshe->bhts", x, w["query"], cache)
+    return jnp.einsum("bhts,bshe,hed->btd", jax.nn.softmax(scores), cache, w["out"])
+
+
+def test_the_heads_of_a_cache_are_no_batch() -> None:
+    """A cache is data that heads shard, too. The sum over them is that of tensor parallelism."""
+    specs = {"query": P(None, "model"), "out": P("model")}, P("data", None, "model"), P("data")
+    query, out, cache, x = (
+        ShapeDtypeStruct(shape, "float32")
+        for shape in ((64, 8, 16), (8, 16, 64), (8, 64, 8, 16), (8, 1, 64))
+    )
+    arguments = {"query": query, "out": out}, cache, x
+    ledger = ft.ledger(decode, *arguments, in_shardings=specs, mesh=ft.make_mesh(data=2, model=4))
+    assert ledger.data == ("cache", "x")
+    [row] = ledger.collectives
+    assert (row.kind, row.mesh_axes, row.verdict) == ("all-reduce", ("model",), "asked")
