@@ -409,6 +409,73 @@ def test_results_without_layouts() -> None:
     assert "out_shardings=" not in {edit.place for edit in edits}
 
 
+def moved(fn: Any, args: Any, specs: Any) -> int:
+    ledger = ft.ledger(fn, *args, in_shardings=specs, out_shardings=P(), mesh=MESH)
+    return sum(row.total for row in ledger.collectives)
+
+
+def cs(x: Any, *spec: Any) -> Any:
+    return ft.constrain(x, P(*spec))
+
+
+def test_one_constraint_of_a_helper_or_of_a_line() -> None:
+    """The edit removes the constraint that it names, and the figure is that of its removal."""
+
+    def gated(w: Any, x: Any) -> Any:
+        h, g = x @ w["up"], x @ w["up"]
+        h, g = cs(h, "data", "model"), cs(g, "model", None)
+        return jnp.mean((h * g) @ w["down"])
+
+    def right(w: Any, x: Any) -> Any:
+        h, g = x @ w["up"], x @ w["up"]
+        return jnp.mean((cs(h, "data", "model") * g) @ w["down"])
+
+    def inline(w: Any, x: Any) -> Any:
+        h, g = x @ w["up"], x @ w["up"]
+        h, g = ft.constrain(h, P("data", "model")), ft.constrain(g, P("model", None))
+        return jnp.mean((h * g) @ w["down"])
+
+    by_hand = moved(right, (W, X), SPECS)
+    helper = why(gated, W, X, in_shardings=SPECS, out_shardings=P(), mesh=MESH).fixes[0]
+    assert helper.change == "remove `ft.constrain(x, P(*spec))` where it is P('model', None)"
+    assert helper.moved == (moved(gated, (W, X), SPECS), by_hand)
+    line = why(inline, W, X, in_shardings=SPECS, out_shardings=P(), mesh=MESH).fixes[0]
+    removed = """remove `ft.constrain(g, P("model", None))` where it is P('model', None)"""
+    assert (line.change, line.moved[1]) == (removed, by_hand)
+
+
+def test_models_with_equal_paths_are_changed_together() -> None:
+    """A result may replace the parameter of either, so the edit names both."""
+
+    def both(teacher: Any, student: Any, x: Any) -> Any:
+        return jnp.mean((plain(teacher, x) - plain(student, x)) ** 2)
+
+    laid, mended_w = {**TENSOR, "down": P(None, "model")}, {**TENSOR, "down": P("model", None)}
+    step = jax.grad(both, argnums=1)
+    given: dict[str, Any] = {"in_shardings": (laid, laid, P("data")), "mesh": MESH}
+    fix = why(step, W, W, X, **given, out_shardings=laid, compilations=4).fixes[0]
+    assert "`teacher.down` and `student.down` with P('model', None)" in fix.change
+    given["in_shardings"] = (mended_w, mended_w, P("data"))
+    by_hand = ft.ledger(step, W, W, X, **given, out_shardings=mended_w)
+    assert fix.moved[1] == sum(row.total for row in by_hand.collectives)
+
+
+def test_a_result_keeps_the_layout_of_its_argument() -> None:
+    """A step whose averages are replicated takes them replicated, too."""
+
+    def step(w: Any, mean: Any, x: Any) -> Any:
+        w = jax.tree.map(lambda a, b: a - 0.1 * b, w, jax.grad(loss)(w, x))
+        return w, jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, mean, w)
+
+    whole = jax.tree.map(lambda _: P(), W)
+    one = call(
+        step, W, W, X, in_shardings=(TENSOR, whole, P("data")), out_shardings=(TENSOR, whole),
+        mesh=MESH,
+    )  # fmt: skip
+    edits = Edits(one, (W, W, X), {}, one.layouts(), one.compiled()[0])
+    assert not [edit.change for edit in edits if "result" in edit.place]
+
+
 def test_a_batch_with_as_many_arrays_as_the_model_is_data():
     def of(w: Any, batch: Any) -> Any:
         return loss(w, batch["x"]) * jnp.mean(batch["y"])
