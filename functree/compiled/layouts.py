@@ -13,13 +13,13 @@ from functree.devices.meshes import MeshView, mesh_axes
 from functree.errors import FunctreeTypeError, count
 from functree.report.diff import Diff, changes
 from functree.report.json_text import json_of, read_json
-from functree.report.page import Pictures, code, leaf_html, report_html, section_html
+from functree.report.page import Pictures, Report, code, leaf_html, report_html, section_html
 from functree.report.table import INDENT, WIDTH, grouped, wrapped
 from functree.tree.paths import Path
 
 
 @dataclass(frozen=True, repr=False)
-class Layouts:
+class Layouts(Report):
     """The sharding of each operation in a program, from `lowered.layouts()` or `ft.layouts`.
 
     Nothing is compiled. These are the layouts that Shardy derives and the compiler starts from.
@@ -110,13 +110,6 @@ class Layouts:
             FunctreeError: if the text is not layouts JSON.
         """
         return read_json(text, "layouts", cls)
-
-    def html(self) -> str:
-        """Render the layouts as HTML, by source line, with a picture of each sharded array."""
-        return self._html(page=True)
-
-    def _repr_html_(self) -> str:
-        return self._html(page=False)
 
     def _html(self, page: bool) -> str:
         pictures = Pictures(self.sizes)

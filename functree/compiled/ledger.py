@@ -52,6 +52,7 @@ from functree.report.diff import Change, Diff, by_bytes, changes
 from functree.report.json_text import json_of, read_json
 from functree.report.page import (
     Card,
+    Report,
     Segment,
     TreeLeaf,
     bar_html,
@@ -79,10 +80,11 @@ from functree.tree.paths import Path
 
 
 @dataclass(frozen=True, repr=False)
-class Ledger:
+class Ledger(Report):
     """The arrays that a compiled program moves between devices, and its memory.
 
-    `compiled.ledger()` and `ft.ledger` return it.
+    `compiled.ledger()` and `ft.ledger` return it. Its page shows the moved bytes by mesh axis,
+    kind, phase and parameter, and the memory by part.
 
     Attributes:
         collectives: the arrays that are moved, in the order of the program's text.
@@ -197,16 +199,8 @@ class Ledger:
         """
         return read_json(text, "ledger", cls)
 
-    def html(self) -> str:
-        """Render the ledger as an HTML page.
-
-        The page shows the moved bytes by mesh axis, kind, phase and parameter, and the memory by
-        part. The page is one file that loads nothing from the network.
-        """
-        return _Page(self).html(page=True)
-
-    def _repr_html_(self) -> str:
-        return _Page(self).html(page=False)
+    def _html(self, page: bool) -> str:
+        return _Page(self).html(page)
 
 
 _Kind = TypeVar("_Kind", bound=Hashable)

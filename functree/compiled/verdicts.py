@@ -12,7 +12,7 @@ from operator import ne
 
 from functree.compiled.collective import Cause, Collective
 from functree.compiled.layouts import Layouts
-from functree.compiled.provenance import Shape
+from functree.compiled.provenance import Shape, split
 from functree.compiled.shardy import CONSTRAINT, RESULT, LaidOut
 from functree.devices.meshes import mesh_axes, named_axes
 from functree.tree.paths import Path
@@ -192,7 +192,7 @@ class Verdicts:
         def fit(i: int) -> tuple[bool, ...]:
             row, moved = self._rows[i], [self._rows[i]]
             if collective.kind not in _SUMS:
-                moved += [self._rows[j] for j in row.operands]
+                moved += map(self._rows.__getitem__, row.operands)
             found = {array.bytes_of(sizes) for array in moved for sizes in (self._sizes, whole)}
             return collective.bytes in found, self._relays(i, axes), bool(row.operands)
 
@@ -212,9 +212,7 @@ class Verdicts:
             # A collective without an operation moves arguments or results.
             return self._results
         if _is_combined(name):
-            scope, _, parts = name.rpartition("/(")
-            names = [f"{scope}/{part}" for part in parts[:-1].split(":")]
-            named = chain.from_iterable(self._by_name[one] for one in names)
+            named = chain.from_iterable(self._by_name[one] for one in split(name))
             return [i for i in named if self._rows[i].bytes_of(self._sizes) == collective.bytes]
         on_line, primitive = self._by_source[collective.source], _primitive(name)
         return (
@@ -271,7 +269,7 @@ class Verdicts:
         """Return the mesh axes that shard a dimension of an operand, but not of the result."""
         relayed: set[str] = set()
         turns = row.op in (*_TURNS, "broadcast_in_dim")
-        for k, operand in enumerate([self._rows[j] for j in row.operands]):
+        for k, operand in enumerate(map(self._rows.__getitem__, row.operands)):
             relayed |= named_axes(operand.spec) - named_axes(row.spec)
             is_image = k == 0 and row.op == "convolution" and _keeps_dimensions(operand, row)
             if turns or is_image or operand.shape == row.shape:
@@ -281,7 +279,7 @@ class Verdicts:
     def _keeps_spec(self, name: str) -> bool:
         """Return whether constraints with this name only compute an array; False without any."""
         kept: set[bool] = set()
-        for row in [self._rows[i] for i in self._by_name[name]]:
+        for row in map(self._rows.__getitem__, self._by_name[name]):
             kept.update(self._rows[j].spec == row.spec for j in row.operands)
         return kept == {True}
 
@@ -384,7 +382,7 @@ def _is_combined(name: str) -> bool:
 
     An example is `jit(f)/(jvp()/reduce_sum:transpose(jvp())/dot_general)`.
     """
-    return "/(" in name and name.endswith(")")
+    return len(split(name)) > 1
 
 
 def _positions(row: LaidOut, turns: bool) -> set[tuple[str, int]]:

@@ -197,6 +197,9 @@ class _Without:
 
 # Edits
 
+_Call = tuple[Sequence[Tree], Mapping[str, Tree]]
+"""The positional and the keyword arguments of a call."""
+
 
 class Edit(NamedTuple):
     """A change to a program.
@@ -238,18 +241,15 @@ class Edits:
         ledger: Ledger,
     ):
         self._call, self._args, self._kwargs = call, args, kwargs
-        self._ledger = ledger
+        self._ledger, self._layouts = ledger, layouts
         self._variant = Variant.of(call.of_arrays, call.arrays, call.mesh)
         self._data = [i for i, path in enumerate(call.parameters) if str(path[0]) in ledger.data]
         # Constraints on Explicit axes are types, not operations in the trace.
         self._constraints = [] if self._variant is None else list(self._variant.constraints())
-        self._rows = [row for row in layouts if row.op == CONSTRAINT]
         # The mesh axes that shard an argument. The compiler may use a part of a mesh axis, which
         # has another name.
-        self._used = set[str]()
-        for row in layouts:
-            if row.op == ARGUMENT:
-                self._used |= named_axes(row.spec) & layouts.sizes.keys()
+        used = (named_axes(row.spec) for row in layouts if row.op == ARGUMENT)
+        self._used = set[str]().union(*used) & layouts.sizes.keys()
 
     def __iter__(self) -> Iterator[Edit]:
         blamed, others = dict[str, None](), dict[str, None]()
@@ -284,7 +284,8 @@ class Edits:
     def _of_origin(self, origin: str, variant: Variant) -> Iterator[Edit]:
         on_line = [constraint for constraint in self._constraints if constraint.line == origin]
         for constraint in on_line:
-            known = {row.spec: row.expression for row in self._rows if row.source == origin}
+            rows = (row for row in self._layouts if row.op == CONSTRAINT and row.source == origin)
+            known = {row.spec: row.expression for row in rows}
             # Code without a file has an empty expression.
             expression = known.get(constraint.spec) or next(iter(known.values()), "")
             change = f"remove `{expression}`" if expression else "remove the constraint"
@@ -341,7 +342,7 @@ class Edits:
         Mesh axes that no argument uses stay unused.
         """
         sizes, used = sharding.mesh.shape, sorted(self._used)
-        specs: dict[PartitionSpec, None] = {}
+        specs: dict[PartitionSpec, None] = {spec: None}
         for dim, size in enumerate(shape):
             old_axes = mesh_axes(spec.partitions[dim])
             wanted = [(), *((axis,) for axis in used), *((*old_axes, axis) for axis in used)]
@@ -351,7 +352,7 @@ class Edits:
                 entries = list(without(spec, set(axes) - set(old_axes)).partitions)
                 entries[dim] = entry(axes)
                 specs[PartitionSpec(*entries)] = None
-        yield from (candidate for candidate in specs if candidate != spec)
+        yield from list(specs)[1:]
 
     def _of_result(self, i: int, variant: Variant) -> Iterator[Edit]:
         """Yield edits that shard a result like the replaced parameter, or remove its own layout."""
@@ -412,7 +413,7 @@ class Edits:
                         text = f"change the rule for `{axis}` from {old!r} to {new!r}"
                         yield edit(text, f"rule {axis}", _with_rule(fn.layouts, table, axis, new))
 
-    def _for_rules(self, fn: Jit[..., Tree]) -> tuple[Sequence[Tree], Mapping[str, Tree]]:
+    def _for_rules(self, fn: Jit[..., Tree]) -> _Call:
         """Return the arguments without the shardings that the function's own rules give them.
 
         Changed rules lay out these arguments differently. If the rules do not give all arguments
@@ -432,12 +433,7 @@ class Edits:
                 return args, kwargs
         return self._args, self._kwargs
 
-    def _lower(
-        self,
-        fn: Jit[..., Tree],
-        given: tuple[Sequence[Tree], Mapping[str, Tree]],
-        options: Mapping[str, Any],
-    ) -> Lowered:
+    def _lower(self, fn: Jit[..., Tree], given: _Call, options: Mapping[str, Any]) -> Lowered:
         """Lower the call with other options of the function."""
         args, kwargs = given
         traced = fn.changed(**options).trace(*args, **kwargs)

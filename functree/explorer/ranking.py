@@ -11,7 +11,7 @@ from functree.errors import Problem, count, listed, problem_groups
 from functree.explorer.hardware import Hardware, MeshAxes
 from functree.layout.layout import LayoutTree
 from functree.report.json_text import json_of
-from functree.report.page import code, notes_html, report_html, section_html, table_html
+from functree.report.page import Report, code, notes_html, report_html, section_html, table_html
 from functree.report.table import (
     INDENT,
     WIDTH,
@@ -82,7 +82,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, repr=False)
-class Ranking:
+class Ranking(Report):
     """The candidates of an exploration, best first; those that cannot run come last.
 
     `ft.explore` returns a ranking, which can be iterated over, indexed and printed.
@@ -138,13 +138,6 @@ class Ranking:
 
     def __repr__(self) -> str:
         return f"<Ranking of {count(len(self.rows), 'candidate')} for {self.target or self.kind}>"
-
-    def html(self) -> str:
-        """Render the ranking as an HTML page."""
-        return self._html(page=True)
-
-    def _repr_html_(self) -> str:
-        return self._html(page=False)
 
     def _html(self, page: bool) -> str:
         content = ""

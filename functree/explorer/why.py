@@ -22,7 +22,7 @@ from functree.explorer.edits import Edit, Edits
 from functree.explorer.progress import attempts
 from functree.layout.layout import LayoutTree
 from functree.report.json_text import json_of
-from functree.report.page import code, notes_html, report_html, section_html, table_html
+from functree.report.page import Report, code, notes_html, report_html, section_html, table_html
 from functree.report.table import INDENT, bytes_text, grouped, lines_text, paragraphs
 from functree.transforms.ledger import LoweredCall, call_of
 from functree.tree.arrays import Tree
@@ -87,7 +87,7 @@ class Fix(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class Why:
+class Why(Report):
     """The result of `ft.why`: the reasons why a program moves arrays, and edits that avoid moves.
 
     Attributes:
@@ -147,13 +147,6 @@ class Why:
     def to_json(self) -> str:
         """Return the result as JSON."""
         return json_of("why", self)
-
-    def html(self) -> str:
-        """Render the collectives, the fixes and the hints as an HTML page."""
-        return self._html(page=True)
-
-    def _repr_html_(self) -> str:
-        return self._html(page=False)
 
     def _html(self, page: bool) -> str:
         rows = [

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
-from functree.report.page import code, leaf_html, report_html
+from functree.report.page import Report, code, leaf_html, report_html
 from functree.report.table import (
     Bytes,
     alternatives,
@@ -40,7 +40,7 @@ class Change(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Diff:
+class Diff(Report):
     """The differences between two plans or two ledgers. A `Diff` without differences is falsy.
 
     Attributes:
@@ -85,13 +85,6 @@ class Diff:
             name = f"{common_path([row.path for row in rows])}: " if path else ""
             times = f" (×{len(rows)})" if len(rows) > 1 else ""
             yield f"{name}{_common_what(rows)} {_change_text(before, after)}{times}"
-
-    def html(self) -> str:
-        """Render the differences as an HTML page."""
-        return self._html(page=True)
-
-    def _repr_html_(self) -> str:
-        return self._html(page=False)
 
     def _html(self, page: bool) -> str:
         content = ""

@@ -26,6 +26,21 @@ def _file(name: str) -> str:
     return files("functree.report").joinpath(name).read_text(encoding="utf-8")
 
 
+class Report:
+    """Base class of results that can be shown as an HTML page, and in a notebook."""
+
+    def html(self) -> str:
+        """Render an HTML page. The page is one file, and loads nothing from a network."""
+        return self._html(page=True)
+
+    def _repr_html_(self) -> str:
+        return self._html(page=False)
+
+    def _html(self, page: bool) -> str:
+        """Render the page, or a fragment for a notebook."""
+        raise NotImplementedError
+
+
 def report_html(title: str, head: str, content: str, page: bool) -> str:
     """Render a report with its style.
 

@@ -36,6 +36,7 @@ from functree.layout.plan.text import (
 )
 from functree.report.diff import Change, Diff, changes
 from functree.report.json_text import json_of, read_json
+from functree.report.page import Report
 from functree.report.table import Bytes, bytes_text
 from functree.tree.arrays import array_text
 from functree.tree.paths import Path
@@ -43,10 +44,11 @@ from functree.tree.skeleton.skeleton import Skeleton
 
 
 @dataclass(frozen=True, init=False, repr=False)
-class Plan(Layout):
+class Plan(Layout, Report):
     """The spec of each array of a tree, and the reason for it.
 
-    A plan is immutable, and is itself a layout.
+    A plan is immutable, and is itself a layout. Its page shows a tree, a picture of each array's
+    shards, and the bytes on each device.
 
     Attributes:
         rows: one for each array.
@@ -303,16 +305,8 @@ class Plan(Layout):
         view = MeshView(parts.sizes)
         return cls(parts.rows, None, view, parts.problems, parts.unused, parts.unused_names)
 
-    def html(self) -> str:
-        """Render the plan as an HTML page.
-
-        The page shows a collapsible tree, a picture of each array's shards, and the bytes on each
-        device. The page is one file, and loads nothing from a network.
-        """
-        return self._page().html(page=True)
-
-    def _repr_html_(self) -> str:
-        return self._page().html(page=False)
+    def _html(self, page: bool) -> str:
+        return self._page().html(page)
 
     def _page(self) -> PlanPage:
         # The cards replace the first note.
