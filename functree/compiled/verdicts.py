@@ -55,6 +55,8 @@ _HINTS = {
     "sort": "sorts a sharded dimension: sort each shard in `shard_map`, then merge the results",
     "top_k": "searches a sharded dimension: call `top_k` on each shard in `shard_map` first",
 }
+# Of these, only the first operand is the array that is read or updated.
+_PARTS = ("dynamic_update_slice", "gather", "scatter")
 # Prefixes of operations that need the edges of neighboring shards. Their collectives count as asked
 # for.
 _SHIFTS = (
@@ -109,7 +111,7 @@ class Verdicts:
         if one.mesh_axes is None or not self._rows:
             return None, None
         found = self._operation(one, name, parameters)
-        if found is not None and _is_combined(name):
+        if found is not None and len(split(name)) > 1:
             name = self._rows[found].name
         reason = self._reason(one, name, parameters, found)
         if found is None:
@@ -211,7 +213,7 @@ class Verdicts:
         if not name:
             # A collective without an operation moves arguments or results.
             return self._results
-        if _is_combined(name):
+        if len(split(name)) > 1:  # it covers several operations
             named = chain.from_iterable(self._by_name[one] for one in split(name))
             return [i for i in named if self._rows[i].bytes_of(self._sizes) == collective.bytes]
         on_line, primitive = self._by_source[collective.source], _primitive(name)
@@ -362,6 +364,8 @@ class Verdicts:
     def _hint(self, i: int) -> str:
         """Return advice for an operation that always loses its sharding; empty if there is none."""
         row, operands = self._rows[i], self._operands(i)
+        if row.op in _PARTS and operands and not named_axes(operands[0].spec):
+            return ""
         if row.op == "reshape" and operands:
             kept = set(zip(row.shape, row.spec.partitions, strict=True))
             for before in zip(operands[0].shape, operands[0].spec.partitions, strict=True):
@@ -375,14 +379,6 @@ class Verdicts:
 def _primitive(name: str) -> str:
     """Return the JAX primitive at the end of an operation's name."""
     return name.rpartition("/")[2]
-
-
-def _is_combined(name: str) -> bool:
-    """Return whether a name covers several operations.
-
-    An example is `jit(f)/(jvp()/reduce_sum:transpose(jvp())/dot_general)`.
-    """
-    return len(split(name)) > 1
 
 
 def _positions(row: LaidOut, turns: bool) -> set[tuple[str, int]]:

@@ -379,9 +379,7 @@ def _rows(ledger: Ledger, fixes: Sequence[_Measured]) -> Iterator[WhyRow]:
         )
         if verdict == COMPILER and less:
             verdict = AVOIDABLE
-        reason = "not asked for"
-        if cause is not None and cause.reason:
-            reason = cause.reason
+        reason = (cause is not None and cause.reason) or "not asked for"
         yield WhyRow(collective, verdict, reason, cause)
 
 

@@ -246,3 +246,17 @@ def test_the_heads_of_a_cache_are_no_batch() -> None:
     assert ledger.data == ("cache", "x")
     [row] = ledger.collectives
     assert (row.kind, row.mesh_axes, row.verdict) == ("all-reduce", ("model",), "asked")
+
+
+def test_no_advice_about_an_array_that_is_not_sharded() -> None:
+    """If a table is whole on each device, its update gathers the rows. The table is not at fault."""
+
+    def put(table: Array, rows: Array, ids: Array) -> Array:
+        return table.at[ids.astype(int)].set(jnp.tanh(rows))
+
+    for spec, advice in ((P(), ""), (P("model"), "updates elements of a sharded dimension")):
+        ledger = ledger_of(put, (spec, P("data"), P()), (64, 16), (8, 16), (8,))
+        causes = [row.cause for row in ledger.collectives if row.cause is not None]
+        assert causes and {cause.op for cause in causes} == {"scatter"}
+        assert all(cause.hint.startswith(advice) for cause in causes)
+        assert bool(advice) == any(cause.hint for cause in causes)
