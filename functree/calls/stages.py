@@ -9,7 +9,7 @@ from functools import cache, partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import tree_structure
 
 from functree.argument_checks import TEXTS, check
@@ -254,8 +254,7 @@ class Traced(Stage[jax.stages.Traced]):
         """Lower the function for this platform, or for other platforms such as `("tpu",)`.
 
         Raises:
-            FunctreeError: if `lowering_platforms` is not a tuple of names, or missing although the
-                mesh has no devices.
+            FunctreeError: if `lowering_platforms` is not a tuple of names.
             FunctreeError: if the function closes over a `jax.Ref`.
         """
         self._check_refs()
@@ -265,8 +264,6 @@ class Traced(Stage[jax.stages.Traced]):
             f"{program.name}: invalid options for `lower()`",
             lowering_platforms=(lowering_platforms, TEXTS.or_none()),
         )
-        if isinstance(program.mesh, AbstractMesh) and lowering_platforms is None:
-            raise FunctreeError(f"{program.name} needs `lowering_platforms=`: {program.missing}")
         # Lower on the mesh that calls use. Otherwise, a call would lower and compile again.
         with around(program.entered):
             lowered = self.jax.lower(lowering_platforms=lowering_platforms)

@@ -42,7 +42,6 @@ from functree.compiled.table import (
     moves_text,
     peak_notes,
     rows_of_parameters,
-    unattributed_text,
     warning_lines,
 )
 from functree.compiled.verdicts import Verdicts, data_of
@@ -149,8 +148,11 @@ class Ledger(Report):
         lines = [f"{_where(self)}: {bytes_text(total_of(self.collectives))} moved to each device"]
         for (kind, axes), size in self.totals().items():
             lines += columns((f"{INDENT}{kind}", axes_text(axes)), (24, 36), bytes_text(size))
-        if self.attributed < 1:
-            lines.append(f"{INDENT}{unattributed_text(self.attributed)}")
+        lost = 1 - self.attributed
+        if lost > 0:
+            # "0.0 %" would mean none.
+            share = f"{100 * lost:.1f} %" if lost >= 0.0005 else "less than 0.1 %"
+            lines.append(f"{INDENT}{share} of these bytes could not be attributed to a parameter")
         if self.idle:
             lines.append(idle_text(self.idle))
         return lines_text([*lines, memory_text(self.memory), *peak_notes(self.memory)])

@@ -488,8 +488,6 @@ def split(name: str) -> list[str]:
     ['jit(f)/transpose(jvp())/reduce_sum',
     'jit(f)/transpose(jvp())/while/dot_general']
     """
-    if ":" not in name:  # most names
-        return [name]
     opened: list[int] = []
     for i, letter in enumerate(name):
         if letter == "(":

@@ -271,15 +271,6 @@ def idle_text(idle: Sequence[str]) -> str:
     return f"nothing is moved or sharded over {' and '.join(idle)}"
 
 
-def unattributed_text(attributed: float) -> str:
-    """Describe the share of bytes that is not attributed to parameters."""
-    lost = 1 - attributed
-    share = f"{100 * lost:.1f} %"
-    if 0 < lost < 0.0005:  # "0.0 %" would mean none
-        share = "less than 0.1 %"
-    return f"{share} of these bytes could not be attributed to a parameter"
-
-
 def memory_text(memory: Memory) -> str:
     """Describe the memory in one line."""
     arguments = sum(memory.arguments.values())

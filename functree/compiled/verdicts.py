@@ -76,9 +76,13 @@ class Verdicts:
 
     def __init__(self, layouts: Layouts, data: Collection[int]):
         self._rows, self._sizes, self._data = layouts.rows, layouts.sizes, data
-        # The batch is the first sharded dimension of data. Later ones are sequences or heads.
-        sharded = (filter(None, self._rows[i].spec.partitions) for i in data)
-        self._batch = set[str]().union(*(mesh_axes(next(axes, None)) for axes in sharded))
+        # The batch is the first sharded dimension of data. Weights may also be sharded over the
+        # sequence's mesh axes, but not over those of a cache's heads.
+        self._batch, self._over = set[str](), set[str]()
+        for i in data:
+            sharded = list(filter(None, self._rows[i].spec.partitions[:2]))
+            self._batch.update(*map(mesh_axes, sharded[:1]))
+            self._over.update(*map(mesh_axes, sharded))
         self._results = [i for i, row in enumerate(self._rows) if row.op == RESULT]
         self._by_source = defaultdict[str | None, list[int]](list)
         self._by_name = defaultdict[str, list[int]](list)
@@ -154,7 +158,7 @@ class Verdicts:
     def _is_fsdp(self, parameters: Sequence[int]) -> bool:
         """Return whether parameters are weights sharded over the batch's mesh axes."""
         for i in parameters:
-            if i in self._data or not self._batch & named_axes(self._rows[i].spec):
+            if i in self._data or not self._over & named_axes(self._rows[i].spec):
                 return False
         return True
 
@@ -193,18 +197,20 @@ class Verdicts:
 
         def fit(i: int) -> tuple[bool, ...]:
             row, moved = self._rows[i], [self._rows[i]]
-            if collective.kind not in _SUMS:
+            if not is_sum:
                 moved += map(self._rows.__getitem__, row.operands)
             found = {array.bytes_of(sizes) for array in moved for sizes in (self._sizes, whole)}
-            return collective.bytes in found, self._relays(i, axes), bool(row.operands)
+            sums = is_sum and row.op in _SUMMING and self._sums(i, axes)
+            return sums, collective.bytes in found, self._relays(i, axes), bool(row.operands)
 
+        is_sum = collective.kind in _SUMS
         # The array may be sharded over these mesh axes only before it is moved, or afterwards.
         whole = {axis: size for axis, size in self._sizes.items() if axis not in axes}
         key = collective.source, name, frozenset(axes), collective.kind, collective.bytes
         if key not in self._ranked:
             places = self._places(collective, name)
-            if collective.kind not in _SUMS:
-                places = [i for i in places if any(fit(i)[:2])] or places
+            if not is_sum:
+                places = [i for i in places if any(fit(i)[1:3])] or places
             self._ranked[key] = sorted(places, key=fit, reverse=True)
         return self._ranked[key]
 

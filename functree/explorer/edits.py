@@ -138,11 +138,12 @@ class Constraint(NamedTuple):
 
     Attributes:
         line: its source line, as in a ledger.
-        spec: its spec. A line may contain several constraints, or be a helper with several callers.
+        spec: its spec; None for all constraints on the line. A line may contain several
+            constraints, or be in a helper with several callers.
     """
 
     line: str
-    spec: PartitionSpec
+    spec: PartitionSpec | None
 
 
 def _constraint(equation: JaxprEqn) -> Constraint | None:
@@ -184,7 +185,8 @@ class _Without:
         equations: list[JaxprEqn] = []
         for equation in jaxpr.eqns:
             operands = seen(equation.invars)
-            if _constraint(equation) == self._constraint:
+            found = _constraint(equation)
+            if found is not None and self._constraint in (found, found._replace(spec=None)):
                 same[equation.outvars[0]] = operands[0]
                 continue
             params = tree_map(self._inner, equation.params)
@@ -283,16 +285,18 @@ class Edits:
 
     def _of_origin(self, origin: str, variant: Variant) -> Iterator[Edit]:
         on_line = [constraint for constraint in self._constraints if constraint.line == origin]
+        if len(on_line) > 1:
+            on_line.append(Constraint(origin, None))
         for constraint in on_line:
             rows = (row for row in self._layouts if row.op == CONSTRAINT and row.source == origin)
-            known = {row.spec: row.expression for row in rows}
+            known: dict[PartitionSpec | None, str] = {row.spec: row.expression for row in rows}
             # Code without a file has an empty expression.
             expression = known.get(constraint.spec) or next(iter(known.values()), "")
             change = f"remove `{expression}`" if expression else "remove the constraint"
-            if len(on_line) > 1:
+            if len(on_line) > 1 and constraint.spec is not None:
                 change += f" where it is {spec_text(constraint.spec)}"
             changed = variant.without_constraint(constraint)
-            yield Edit(change, origin, origin, changed.lower)
+            yield Edit(change, origin, f"{origin} {constraint.spec}", changed.lower)
         for i, path in enumerate(self._call.parameters):
             if str(path) == origin and i not in self._data:
                 yield from self._of_parameter(i, variant)
@@ -380,7 +384,8 @@ class Edits:
         replaced: dict[NamedSharding, Path] = {}
         for path, parameter in zip(self._call.parameters, variant.inputs, strict=True):
             sharding = parameter.sharding
-            if _ends_with(self._call.results[i], {_inside(path)}):
+            has_shape = variant.program.out_avals[i].shape == parameter.shape
+            if has_shape and _ends_with(self._call.results[i], {_inside(path)}):
                 if isinstance(sharding, NamedSharding):
                     replaced.setdefault(sharding, path)
         return replaced

@@ -259,21 +259,6 @@ def test_an_abstract_mesh(mesh: Mesh, placed: tuple[MLP, Array]):
         function(*placed)
 
 
-LOWERED: dict[str, Any] = {
-    "lower": lambda fn, x, mesh: ft.jit(fn, mesh=mesh, in_shardings=P("data")).lower(x),
-    "layouts": lambda fn, x, mesh: ft.layouts(fn, x, in_shardings=P("data"), mesh=mesh),
-    "ledger": lambda fn, x, mesh: ft.ledger(fn, x, in_shardings=P("data"), mesh=mesh),
-    "why": lambda fn, x, mesh: ft.why(fn, x, in_shardings=P("data"), mesh=mesh),
-}
-
-
-@pytest.mark.parametrize("door", LOWERED)
-def test_an_abstract_mesh_has_no_platform(door: str, mesh: Mesh):
-    x = jax.ShapeDtypeStruct((8, 2), jnp.float32)
-    with raises("<lambda> needs `lowering_platforms=`: the mesh (data=2, model=4) has no devices"):
-        LOWERED[door](lambda x: 2 * x, x, mesh.abstract_mesh)
-
-
 @pytest.mark.parametrize("kind", [jnp.ones, np.ones, jax.ShapeDtypeStruct])
 def test_an_array_on_no_mesh_is_lowered_with_its_spec_on_an_abstract_mesh(kind: Callable[..., Any]):
     function = ft.jit(jnp.sum, mesh=MESH.abstract_mesh, in_shardings=P("data"))

@@ -260,3 +260,32 @@ def test_no_advice_about_an_array_that_is_not_sharded() -> None:
         assert causes and {cause.op for cause in causes} == {"scatter"}
         assert all(cause.hint.startswith(advice) for cause in causes)
         assert bool(advice) == any(cause.hint for cause in causes)
+
+
+def test_a_sum_in_another_precision_belongs_to_the_product_that_sums() -> None:
+    """The CPU compiler sums bfloat16 as float32: as many bytes as the hidden activation has."""
+
+    def apply(up: Array, down: Array, x: Array) -> Array:
+        return jax.nn.relu(x @ up) @ down
+
+    arrays = [ShapeDtypeStruct(shape, "bfloat16") for shape in ((256, 512), (512, 256), (64, 256))]
+    specs, mesh = (COLUMN, ROW, P("data")), ft.make_mesh(data=2, model=4)
+    [row] = ft.ledger(apply, *arrays, in_shardings=specs, mesh=mesh).collectives
+    assert (row.kind, row.verdict) == ("all-reduce", "asked")
+    assert row.cause is not None and row.cause.expression == "jax.nn.relu(x @ up) @ down"
+
+
+def test_weights_that_are_sharded_over_the_sequence_are_asked_for() -> None:
+    def loss(w: dict[str, Array], x: Array) -> Array:
+        return jnp.mean((jax.nn.relu(x @ w["up"]) @ w["down"]) ** 2)
+
+    w = {"up": (64, 256), "down": (256, 64)}
+    arrays = {name: ShapeDtypeStruct(shape, "float32") for name, shape in w.items()}
+    laid = {name: P("seq") for name in w}
+    ledger = ft.ledger(
+        jax.grad(loss), arrays, ShapeDtypeStruct((64, 64, 64), "float32"),
+        in_shardings=(laid, P("data", "seq")), out_shardings=laid,
+        mesh=ft.make_mesh(data=2, seq=4),
+    )  # fmt: skip
+    gathers = [row for row in ledger.collectives if row.kind == "all-gather"]
+    assert gathers and {row.verdict for row in gathers} == {"asked"}

@@ -444,6 +444,28 @@ def test_one_constraint_of_a_helper_or_of_a_line() -> None:
     assert (line.change, line.moved[1]) == (removed, by_hand)
 
 
+def test_all_constraints_of_a_line() -> None:
+    """The arrays of a tree have different specs, and only together is the constraint wrong."""
+    swapped = {"up": P("model", None), "down": P(None, "model")}
+
+    def relaid(w: Any, x: Any) -> Any:
+        grads = jax.grad(right_loss)(w, x)
+        grads = {k: ft.constrain(grads[k], swapped[k]) for k in grads}
+        return jax.tree.map(lambda a, b: a - 0.1 * b, w, grads)
+
+    def by_hand(w: Any, x: Any) -> Any:
+        return jax.tree.map(lambda a, b: a - 0.1 * b, w, jax.grad(right_loss)(w, x))
+
+    def right_loss(w: Any, x: Any) -> Any:
+        return jnp.mean((jax.nn.relu(x @ w["up"]) @ w["down"]) ** 2)
+
+    laid: dict[str, Any] = {"in_shardings": SPECS, "out_shardings": TENSOR, "mesh": MESH}
+    fix = why(relaid, W, X, **laid).fixes[0]
+    assert fix.change == "remove `ft.constrain(grads[k], swapped[k])`"
+    ledger = ft.ledger(by_hand, W, X, **laid)
+    assert fix.moved[1] == sum(row.total for row in ledger.collectives) < fix.moved[0]
+
+
 def test_models_with_equal_paths_are_changed_together() -> None:
     """A result may replace the parameter of either, so the edit names both."""
 
