@@ -76,8 +76,8 @@ class Verdicts:
 
     def __init__(self, layouts: Layouts, data: Collection[int]):
         self._rows, self._sizes, self._data = layouts.rows, layouts.sizes, data
-        # The batch is the first sharded dimension of data. Weights may also be sharded over the
-        # sequence's mesh axes, but not over those of a cache's heads.
+        # The batch is the first sharded dimension of data. Mesh axes of the sequence may also shard
+        # weights, as in FSDP, but mesh axes of a cache's heads do not.
         self._batch, self._over = set[str](), set[str]()
         for i in data:
             sharded = list(filter(None, self._rows[i].spec.partitions[:2]))
