@@ -262,8 +262,7 @@ class DataFlow:
 
     def operands(self, one: Instruction) -> list[HloValue]:
         """Return an instruction's operands, traced back through tuples, fusions and copies."""
-        instructions = self.hlo.instructions
-        return [self._handed_on(HloValue(instructions[name])) for name in one.operands]
+        return [self._handed_on(self._value(name)) for name in one.operands]
 
     def concatenated(self, collective: Instruction) -> list[tuple[HloValue, int]]:
         """Return the values that the compiler joined for one collective, with their element counts.

@@ -83,10 +83,8 @@ def _each(hlo: Hlo) -> Iterator[tuple[Instruction, int | None]]:
 
 def _dot_flops(hlo: Hlo, dot: Instruction) -> int:
     left = hlo.instructions[dot.operands[0]].arrays[0]
-    summed = 1
-    for dimension in numbers((dot.attribute("lhs_contracting_dims") or "").strip("{}")):
-        summed *= left.shape[dimension]
-    return 2 * math.prod(dot.arrays[0].shape) * summed
+    summed = numbers((dot.attribute("lhs_contracting_dims") or "").strip("{}"))
+    return 2 * math.prod(dot.arrays[0].shape) * math.prod(left.shape[i] for i in summed)
 
 
 # Custom calls that multiply nothing: compiler annotations, buffers, callbacks, sorts, random bits.

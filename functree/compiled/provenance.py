@@ -380,8 +380,7 @@ class Provenance:
 
         It is None if the compiler combined several phases, or lost the operations' names.
         """
-        instruction = moved.instruction
-        names = split(instruction.metadata("op_name") or "")
+        names = split(moved.instruction.metadata("op_name") or "")
         if len(names) == moved.arrays and names != [""]:
             return self._phase_of(names[moved.index], moved)  # one name for each array
         for described in self.described(moved):

@@ -25,6 +25,7 @@ from functree.compiled.moved_arrays import MovedArray
 
 # The collectives that move elements without summing them.
 _GATHERS = frozenset({"all-gather", "all-to-all", "collective-permute", "ragged-all-to-all"})
+# The opcodes that move elements, within a device or between devices.
 _MOVED = MOVES.union(opcode for opcode, kind in COLLECTIVES.items() if kind in _GATHERS)
 # Opcodes that combine elements at different indices, or have no operands. In all other operations,
 # an element of the result depends on the operands' elements at the same index, as in an optimizer's

@@ -78,11 +78,11 @@ class Verdicts:
         self._rows, self._sizes, self._data = layouts.rows, layouts.sizes, data
         # The batch is the first sharded dimension of data. Mesh axes of the sequence may also shard
         # weights, as in FSDP, but mesh axes of a cache's heads do not.
-        self._batch, self._over = set[str](), set[str]()
+        self._batch, self._fsdp_axes = set[str](), set[str]()
         for i in data:
             sharded = list(filter(None, self._rows[i].spec.partitions[:2]))
             self._batch.update(*map(mesh_axes, sharded[:1]))
-            self._over.update(*map(mesh_axes, sharded))
+            self._fsdp_axes.update(*map(mesh_axes, sharded))
         self._results = [i for i, row in enumerate(self._rows) if row.op == RESULT]
         self._by_source = defaultdict[str | None, list[int]](list)
         self._by_name = defaultdict[str, list[int]](list)
@@ -156,9 +156,9 @@ class Verdicts:
         return ""
 
     def _is_fsdp(self, parameters: Sequence[int]) -> bool:
-        """Return whether parameters are weights sharded over the batch's mesh axes."""
+        """Return whether parameters are weights sharded over the mesh axes of batch or sequence."""
         for i in parameters:
-            if i in self._data or not self._over & named_axes(self._rows[i].spec):
+            if i in self._data or not self._fsdp_axes & named_axes(self._rows[i].spec):
                 return False
         return True
 
@@ -192,16 +192,20 @@ class Verdicts:
         """Return the operations that a collective may come from, the most likely first.
 
         For sums, these are all operations with the collective's name. Otherwise, operations that
-        relay these mesh axes exclude all others.
+        relay these mesh axes, or whose arrays have the collective's bytes, exclude all others.
         """
 
-        def fit(i: int) -> tuple[bool, ...]:
-            row, moved = self._rows[i], [self._rows[i]]
+        def fits(i: int) -> bool:
+            moved = [self._rows[i]]
             if not is_sum:
-                moved += map(self._rows.__getitem__, row.operands)
+                moved += map(self._rows.__getitem__, self._rows[i].operands)
             found = {array.bytes_of(sizes) for array in moved for sizes in (self._sizes, whole)}
+            return collective.bytes in found
+
+        def rank(i: int) -> tuple[bool, ...]:
+            row = self._rows[i]
             sums = is_sum and row.op in _SUMMING and self._sums(i, axes)
-            return sums, collective.bytes in found, self._relays(i, axes), bool(row.operands)
+            return sums, fits(i), self._relays(i, axes), bool(row.operands)
 
         is_sum = collective.kind in _SUMS
         # The array may be sharded over these mesh axes only before it is moved, or afterwards.
@@ -210,8 +214,8 @@ class Verdicts:
         if key not in self._ranked:
             places = self._places(collective, name)
             if not is_sum:
-                places = [i for i in places if any(fit(i)[1:3])] or places
-            self._ranked[key] = sorted(places, key=fit, reverse=True)
+                places = [i for i in places if fits(i) or self._relays(i, axes)] or places
+            self._ranked[key] = sorted(places, key=rank, reverse=True)
         return self._ranked[key]
 
     def _places(self, collective: Collective, name: str) -> list[int]:
@@ -301,18 +305,18 @@ class Verdicts:
         return all(operand_axes) or any(used - named_axes(row.spec) for used in operand_axes)
 
     def _cause(self, index: int, axes: set[str], reason: str) -> Cause:
-        before, hint = index, ""
+        relaid, hint = index, ""
         if not reason:
-            before, hint = self._relaid_before(index, axes), self._hint(index)
-        others = [*self._operands(index), self._rows[index], *self._operands(before)]
+            relaid, hint = self._relaid_before(index, axes), self._hint(index)
+        others = [*self._operands(index), self._rows[index], *self._operands(relaid)]
         # An operation with a hint loses its sharding anyway.
         if not hint:
-            index = before
+            index = relaid
         operands, row = self._operands(index), self._rows[index]
         if not reason and not hint:
             row = self._constraint_after(index, axes)
         origins = dict[str, None]()
-        for other in (*others, self._rows[before], row):
+        for other in (*others, self._rows[relaid], row):
             origins |= dict.fromkeys(other.origins.values())
         if row.op == CONSTRAINT and row.source is not None:
             origins[row.source] = None

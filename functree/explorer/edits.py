@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -287,9 +288,9 @@ class Edits:
         on_line = [constraint for constraint in self._constraints if constraint.line == origin]
         if len(on_line) > 1:
             on_line.append(Constraint(origin, None))
+        rows = (row for row in self._layouts if row.op == CONSTRAINT and row.source == origin)
+        known: dict[PartitionSpec | None, str] = {row.spec: row.expression for row in rows}
         for constraint in on_line:
-            rows = (row for row in self._layouts if row.op == CONSTRAINT and row.source == origin)
-            known: dict[PartitionSpec | None, str] = {row.spec: row.expression for row in rows}
             # Code without a file has an empty expression.
             expression = known.get(constraint.spec) or next(iter(known.values()), "")
             change = f"remove `{expression}`" if expression else "remove the constraint"
@@ -403,13 +404,13 @@ class Edits:
         def edit(text: str, place: str, options: Mapping[str, Any]) -> Edit:
             return Edit(text, None, place, partial(self._lower, fn, given, options), is_blamed)
 
-        tables: dict[AxisRules, None] = {}
-        for layout in map(as_layout, tree_leaves(fn.layouts, is_leaf=is_layout)):
-            # Without `rules=`, a model's layers do not constrain activations.
-            if layout.rules is not None and not tables and fn.layouts["rules"] is None:
-                yield edit("also pass the layout as `rules=`", "rules=", {"rules": layout})
-            tables |= {one: None for one in walk(layout) if isinstance(one, AxisRules)}
-        for table in tables:
+        layouts = list(map(as_layout, tree_leaves(fn.layouts, is_leaf=is_layout)))
+        # Without `rules=`, a model's layers do not constrain activations.
+        if fn.layouts["rules"] is None:
+            for text, layout in {repr(one): one for one in layouts if one.rules}.items():
+                yield edit(f"also pass `rules={text}`", "rules=", {"rules": layout})
+        inner = chain.from_iterable(map(walk, layouts))
+        for table in dict.fromkeys(one for one in inner if isinstance(one, AxisRules)):
             known = dict(reversed(table.pairs))
             for axis in dict.fromkeys([*table.mentioned, *self._axes()]):
                 old = known.get(axis)

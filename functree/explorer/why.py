@@ -202,12 +202,12 @@ def why(
     """Explain why a function's program moves arrays, and find edits that avoid moves. Nothing runs.
 
     An edit removes a constraint, or changes one dimension of an argument's spec. It may also shard
-    a result like the argument that it replaces, drop a result's layout, change a rule, or add
-    `rules=`. A changed rule also lays out the arguments that are on the mesh, if the function's own
-    rules gave them their shardings. Edits are ranked using
-    Shardy's layouts, and the best are compiled. The layout of data is never changed. On Explicit
-    axes, layouts are types, so only rules and results are changed. An interrupt (Ctrl-C) ends the
-    search and returns the edits found so far.
+    a result like the argument that it replaces, drop a result's layout, change a rule, or add a
+    missing `rules=` or `out_shardings=`. A changed rule also lays out the arguments that are on the
+    mesh, if the function's own rules gave them their shardings. Edits are ranked using Shardy's
+    layouts, and the best are compiled. The layout of data is never changed. On Explicit axes,
+    layouts are types, so only rules and results are changed. An interrupt (Ctrl-C) ends the search
+    and returns the edits found so far.
 
     Args:
         fn: a function, as in `ft.ledger`.

@@ -8,6 +8,7 @@ import html
 import math
 import re
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
@@ -26,7 +27,7 @@ def _file(name: str) -> str:
     return files("functree.report").joinpath(name).read_text(encoding="utf-8")
 
 
-class Report:
+class Report(ABC):
     """Base class of results that can be shown as an HTML page, and in a notebook."""
 
     def html(self) -> str:
@@ -36,9 +37,9 @@ class Report:
     def _repr_html_(self) -> str:
         return self._html(page=False)
 
+    @abstractmethod
     def _html(self, page: bool) -> str:
         """Render the page, or a fragment for a notebook."""
-        raise NotImplementedError
 
 
 def report_html(title: str, head: str, content: str, page: bool) -> str:

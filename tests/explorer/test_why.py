@@ -602,12 +602,30 @@ def test_forgotten_rules() -> None:
     )
     arguments = ft.abstract(make)(jax.random.key(0)), ShapeDtypeStruct((64, 64), "int32")
     fix = why(laid(), *arguments, compilations=2).fixes[0]
-    assert fix.change == "also pass the layout as `rules=`"
+    assert fix.change == f"also pass `rules={layout!r}`"
     passed = ft.ledger(laid(rules=layout), *arguments)
     moved = sum(row.total for row in passed.collectives)
     assert fix.moved[1] == moved < 0.6 * fix.moved[0]
     assert fix.peak[1] == passed.memory.peak
     assert "rules=" not in str(why(laid(rules=layout), *arguments, compilations=1))
+
+
+def test_each_layout_with_rules_may_be_the_forgotten_one() -> None:
+    """Which of two layouts was meant is not guessed from their order."""
+    layouts = (
+        ft.AxisRules({"embed": "model", ...: None}),
+        ft.AxisRules({"batch": "data", ...: None}),
+    )
+
+    def apply(mlp: Any, x: Float[Array, "batch embed"]) -> Any:
+        return jnp.sum(mlp(x))
+
+    fn = ft.jit(apply, in_shardings=layouts, mesh=MESH)
+    arguments = ft.nn.MLP(64, 256, key=jax.random.key(0)), X.update(shape=(64, 64))
+    one = call(fn, *arguments)
+    edits = Edits(one, arguments, {}, one.layouts(), one.compiled()[0])
+    changes = {edit.change for edit in edits if edit.place == "rules="}
+    assert changes == {f"also pass `rules={layout!r}`" for layout in layouts}
 
 
 def words(answer: ft.Why) -> str:
